@@ -1,0 +1,2 @@
+//! shardcheck: conformance harness for context-parallel attention engines.
+fn main() {}
