@@ -8,9 +8,15 @@
 //! * [`visibility`] — which tokens a query row may see.
 //! * [`attention`] — softmax attention over the visible tokens, twice: as a definition and fast.
 //! * [`merge`] — partial results joined by log-sum-exp.
+//! * [`split`] — which part of a merge a token belongs to.
+//! * [`moments`] — what a bound needs to know of the data.
+//! * [`bound`] — how far a conforming engine may be off, element by element.
 
 pub mod attention;
+pub mod bound;
 pub mod chunk;
 pub mod layout;
 pub mod merge;
+pub mod moments;
+pub mod split;
 pub mod visibility;
