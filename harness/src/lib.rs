@@ -2,4 +2,9 @@
 
 pub mod event;
 pub mod finding;
+pub mod record;
+pub mod run_directory;
 pub mod status;
+
+#[cfg(test)]
+mod sample;
