@@ -2,8 +2,10 @@
 
 pub mod event;
 pub mod finding;
+pub mod nearest;
 pub mod record;
 pub mod run_directory;
+pub mod select;
 pub mod status;
 
 #[cfg(test)]
