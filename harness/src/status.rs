@@ -78,11 +78,15 @@ impl Status {
             Self::ExpectedFail => "fails, as the engine's claims file says it must",
             Self::Unsupported => "the engine says that it does not do this",
             Self::Skipped => "not run, for the stated reason",
-            Self::Inconclusive => "nothing could be decided: no bound can be derived, or two runs to compare took the same path",
+            Self::Inconclusive => {
+                "nothing could be decided: no bound can be derived, or two runs to compare took the same path"
+            }
             Self::UnexpectedPass => "passes although the claims file says that it must fail; fails the run",
             Self::Fail => "does not hold",
             Self::Crash => "the engine ended or panicked",
-            Self::Timeout => "the engine did not answer in time; the waiting rank is named where it can be told",
+            Self::Timeout => {
+                "the engine did not answer in time; the waiting rank is named where it can be told"
+            }
             Self::DeviceLost => "the device went away",
             Self::HarnessError => "the harness itself is at fault: please report it",
         }

@@ -13,7 +13,7 @@ use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::event::CaseResult;
-use crate::record::Recording;
+use crate::recording::Recording;
 
 /// Why a stored case can't be written or read.
 #[derive(Debug, thiserror::Error)]
@@ -132,7 +132,7 @@ impl Skeleton {
                 let inputs = take("input", &mut step.inputs);
                 let inputs_after = step.inputs_after.as_mut().map(|after| take("input_after", after));
                 let outputs = match &mut step.answer {
-                    crate::record::Answered::Done(reply) => take("output", &mut reply.outputs),
+                    crate::recording::Answered::Done(reply) => take("output", &mut reply.outputs),
                     _ => Vec::new(),
                 };
                 steps.push(StepNames { inputs, inputs_after, outputs });
@@ -171,7 +171,7 @@ impl Skeleton {
                 if let Some(list) = &names.inputs_after {
                     step.inputs_after = Some(load(format!("{prefix}.input_after"), list)?);
                 }
-                if let crate::record::Answered::Done(reply) = &mut step.answer {
+                if let crate::recording::Answered::Done(reply) = &mut step.answer {
                     reply.outputs = load(format!("{prefix}.output"), &names.outputs)?;
                 }
             }
