@@ -179,6 +179,15 @@ pub fn attend(problem: &Problem, visible: &[Visible]) -> Attention {
     attend_with::<Platform>(problem, visible)
 }
 
+/// [`attend`] with the same bits on every machine: elementary functions of [`crate::exp`], every sum in the order of
+/// positions, nothing fused.
+///
+/// # Panics
+/// As [`attend`].
+pub fn attend_deterministic(problem: &Problem, visible: &[Visible]) -> Attention {
+    attend_with::<crate::exp::Fixed>(problem, visible)
+}
+
 /// [`attend`] with elementary functions of choice.
 pub fn attend_with<F: Functions>(problem: &Problem, visible: &[Visible]) -> Attention {
     problem.check();
