@@ -7,6 +7,7 @@
 //! * [`chunk`] — how a cached context is gathered in chunks for prefill.
 //! * [`visibility`] — which tokens a query row may see.
 //! * [`attention`] — softmax attention over the visible tokens, twice: as a definition and fast.
+//! * [`exp`] — elementary functions that give the same bits everywhere.
 //! * [`merge`] — partial results joined by log-sum-exp.
 //! * [`split`] — which part of a merge a token belongs to.
 //! * [`moments`] — what a bound needs to know of the data.
@@ -15,6 +16,7 @@
 pub mod attention;
 pub mod bound;
 pub mod chunk;
+pub mod exp;
 pub mod layout;
 pub mod merge;
 pub mod moments;

@@ -4,7 +4,7 @@
 //! sums below can: they are taken once, over tokens `i` with probability `p_i`, score `s_i`, value `v_i` and
 //! `a_i = |scale|·‖q‖·‖k_i‖`, the size of the products that a score is summed from.
 
-use crate::attention::plain::{Functions, Platform, Problem, score};
+use crate::attention::plain::{Element, Functions, Platform, Problem, score};
 use crate::split::Split;
 use crate::visibility::Visible;
 use thiserror::Error;
@@ -168,8 +168,12 @@ impl Moments {
     ///
     /// # Panics
     /// The shapes do not fit.
-    pub fn collect(problem: &Problem, split: Split, visible: &[Visible]) -> Result<Self, Underivable> {
-        Self::collect_with::<Platform>(problem, split, visible)
+    pub fn collect<T: Element>(
+        problem: &Problem<T>,
+        split: Split,
+        visible: &[Visible],
+    ) -> Result<Self, Underivable> {
+        Self::collect_with::<Platform, T>(problem, split, visible)
     }
 
     /// [`Self::collect`] with elementary functions of choice; every sum runs in the order of positions.
@@ -179,8 +183,8 @@ impl Moments {
     ///
     /// # Panics
     /// The shapes do not fit.
-    pub fn collect_with<F: Functions>(
-        problem: &Problem,
+    pub fn collect_with<F: Functions, T: Element>(
+        problem: &Problem<T>,
         split: Split,
         visible: &[Visible],
     ) -> Result<Self, Underivable> {
@@ -191,13 +195,13 @@ impl Moments {
         for (row, seen) in visible.iter().enumerate() {
             let positions = split.positions(seen);
             for head in 0..problem.heads {
-                states.push(state::<F>(problem, &norms, &positions, row, head)?);
+                states.push(state::<F, T>(problem, &norms, &positions, row, head)?);
             }
         }
         Ok(Self::of_states(problem, split.parts(), states))
     }
 
-    pub(crate) fn of_states(problem: &Problem, parts: usize, states: Vec<State>) -> Self {
+    pub(crate) fn of_states<T: Element>(problem: &Problem<T>, parts: usize, states: Vec<State>) -> Self {
         Self {
             rows: problem.rows(),
             heads: problem.heads,
@@ -217,10 +221,11 @@ pub(crate) struct KeyNorms {
 }
 
 impl KeyNorms {
-    pub(crate) fn of(problem: &Problem, visible: &[Visible]) -> Self {
+    pub(crate) fn of<T: Element>(problem: &Problem<T>, visible: &[Visible]) -> Self {
         let end = visible.iter().map(Visible::end).max().unwrap_or(0);
-        let norms =
-            problem.key[..end * problem.kv_heads * problem.qk_dim].chunks_exact(problem.qk_dim).map(length);
+        let norms = problem.key[..end * problem.kv_heads * problem.qk_dim]
+            .chunks_exact(problem.qk_dim)
+            .map(length::<T>);
         Self { norms: norms.collect(), kv_heads: problem.kv_heads }
     }
 
@@ -230,8 +235,8 @@ impl KeyNorms {
 }
 
 /// Euclidean length.
-pub(crate) fn length(vector: &[f32]) -> f64 {
-    vector.iter().map(|x| f64::from(*x) * f64::from(*x)).sum::<f64>().sqrt()
+pub(crate) fn length<T: Element>(vector: &[T]) -> f64 {
+    vector.iter().map(|x| (*x).into()).map(|x| x * x).sum::<f64>().sqrt()
 }
 
 /// Score and size of one token.
@@ -241,8 +246,8 @@ struct Scored {
     size: f64,
 }
 
-fn state<F: Functions>(
-    problem: &Problem,
+fn state<F: Functions, T: Element>(
+    problem: &Problem<T>,
     norms: &KeyNorms,
     positions: &[Vec<usize>],
     row: usize,
@@ -256,7 +261,7 @@ fn state<F: Functions>(
             part.iter()
                 .map(|&position| Scored {
                     position,
-                    score: score::<F>(problem, row, head, position),
+                    score: score::<F, T>(problem, row, head, position),
                     size: query_size * norms.at(position, kv_head),
                 })
                 .collect()
@@ -271,7 +276,7 @@ fn state<F: Functions>(
     }
     let mut parts = Vec::with_capacity(scored.len());
     for tokens in &scored {
-        parts.push(part::<F>(problem, kv_head, tokens));
+        parts.push(part::<F, T>(problem, kv_head, tokens));
     }
     if parts.iter().any(|part| part.square.iter().any(|x| !x.is_finite())) {
         return Err(Underivable::NonFinite { row, head });
@@ -287,7 +292,7 @@ fn state<F: Functions>(
         centred: None,
         parts,
     };
-    state.centred = Some(centred::<F>(problem, kv_head, &scored, &state));
+    state.centred = Some(centred::<F, T>(problem, kv_head, &scored, &state));
     Ok(state)
 }
 
@@ -310,7 +315,7 @@ pub(crate) fn total(parts: &[Part], v_dim: usize, f: impl Fn(&Part, usize) -> f6
     (0..v_dim).map(|d| parts.iter().map(|part| f(part, d)).sum()).collect()
 }
 
-fn part<F: Functions>(problem: &Problem, kv_head: usize, tokens: &[Scored]) -> Part {
+fn part<F: Functions, T: Element>(problem: &Problem<T>, kv_head: usize, tokens: &[Scored]) -> Part {
     let mut part = Part::empty(problem.v_dim);
     let Some(mut peak) = tokens.first() else {
         return part;
@@ -326,7 +331,7 @@ fn part<F: Functions>(problem: &Problem, kv_head: usize, tokens: &[Scored]) -> P
         add_powers(&mut part.powers, p, token.size, token.score.abs());
         part.max_a = part.max_a.max(token.size);
         for (d, v) in problem.value_at(token.position, kv_head).iter().enumerate() {
-            let v = f64::from(*v);
+            let v: f64 = (*v).into();
             part.out[d] += p * v;
             part.abs[d] += p * v.abs();
             part.square[d] += p * v * v;
@@ -343,7 +348,7 @@ fn part<F: Functions>(problem: &Problem, kv_head: usize, tokens: &[Scored]) -> P
         .map(|token| token.size)
         .reduce(f64::max);
     for (to, from) in part.peak_value.iter_mut().zip(problem.value_at(peak.position, kv_head)) {
-        *to = f64::from(*from);
+        *to = (*from).into();
     }
     part
 }
@@ -361,8 +366,8 @@ pub(crate) fn add_powers(powers: &mut [[f64; MAX_POWER + 1]; MAX_POWER + 1], p: 
     }
 }
 
-fn centred<F: Functions>(
-    problem: &Problem,
+fn centred<F: Functions, T: Element>(
+    problem: &Problem<T>,
     kv_head: usize,
     scored: &[Vec<Scored>],
     state: &State,
@@ -371,7 +376,7 @@ fn centred<F: Functions>(
     for token in scored.iter().flatten() {
         let p = F::exp(token.score - state.lse);
         for ((sum, v), out) in all.iter_mut().zip(problem.value_at(token.position, kv_head)).zip(&state.out) {
-            *sum += p * (f64::from(*v) - out).abs();
+            *sum += p * (Into::<f64>::into(*v) - out).abs();
         }
     }
     let peaks = total(&state.parts, problem.v_dim, |part, d| {

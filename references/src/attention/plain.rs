@@ -3,11 +3,17 @@
 use crate::merge::Partial;
 use crate::visibility::Visible;
 
+/// The type of a stored number: f32 holds every value that an engine keeps, f64 is for exact intermediate ones.
+pub trait Element: Copy + Send + Sync + Into<f64> {}
+
+impl Element for f32 {}
+impl Element for f64 {}
+
 /// Where the value vectors lie.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub enum Values<'a> {
+pub enum Values<'a, T = f32> {
     /// An array of its own, `[tokens, kv_heads, v_dim]`.
-    Separate(&'a [f32]),
+    Separate(&'a [T]),
     /// The first `v_dim` numbers of each key (absorbed MLA: the latent is both).
     KeyPrefix,
 }
@@ -17,7 +23,7 @@ pub enum Values<'a> {
 /// Query head `h` reads KV head `h / (heads / kv_heads)`. Tokens that no row sees are never read, so they may
 /// hold anything, NaN included.
 #[derive(Debug, Clone, Copy)]
-pub struct Problem<'a> {
+pub struct Problem<'a, T = f32> {
     /// Query heads.
     pub heads: usize,
     /// KV heads; divides `heads`.
@@ -29,11 +35,11 @@ pub struct Problem<'a> {
     /// Factor on the product of query and key.
     pub scale: f64,
     /// `[rows, heads, qk_dim]`.
-    pub query: &'a [f32],
+    pub query: &'a [T],
     /// `[tokens, kv_heads, qk_dim]`.
-    pub key: &'a [f32],
+    pub key: &'a [T],
     /// The values.
-    pub value: Values<'a>,
+    pub value: Values<'a, T>,
     /// `[heads]`: a logit per head, neither scaled nor masked, that joins the softmax denominator once and adds
     /// no value (gpt-oss attention sinks).
     pub sink: Option<&'a [f64]>,
@@ -41,7 +47,7 @@ pub struct Problem<'a> {
     pub softcap: Option<f64>,
 }
 
-impl<'a> Problem<'a> {
+impl<'a, T: Element> Problem<'a, T> {
     /// A problem without sinks and soft-capping.
     ///
     /// # Panics
@@ -53,9 +59,9 @@ impl<'a> Problem<'a> {
         qk_dim: usize,
         v_dim: usize,
         scale: f64,
-        query: &'a [f32],
-        key: &'a [f32],
-        value: Values<'a>,
+        query: &'a [T],
+        key: &'a [T],
+        value: Values<'a, T>,
     ) -> Self {
         let problem =
             Self { heads, kv_heads, qk_dim, v_dim, scale, query, key, value, sink: None, softcap: None };
@@ -79,19 +85,19 @@ impl<'a> Problem<'a> {
     }
 
     /// The query vector of a row and head, `[qk_dim]`.
-    pub fn query_at(&self, row: usize, head: usize) -> &'a [f32] {
+    pub fn query_at(&self, row: usize, head: usize) -> &'a [T] {
         let start = (row * self.heads + head) * self.qk_dim;
         &self.query[start..start + self.qk_dim]
     }
 
     /// The key vector of a token and KV head, `[qk_dim]`.
-    pub fn key_at(&self, token: usize, kv_head: usize) -> &'a [f32] {
+    pub fn key_at(&self, token: usize, kv_head: usize) -> &'a [T] {
         let start = (token * self.kv_heads + kv_head) * self.qk_dim;
         &self.key[start..start + self.qk_dim]
     }
 
     /// The value vector of a token and KV head, `[v_dim]`.
-    pub fn value_at(&self, token: usize, kv_head: usize) -> &'a [f32] {
+    pub fn value_at(&self, token: usize, kv_head: usize) -> &'a [T] {
         match self.value {
             Values::Separate(value) => {
                 let start = (token * self.kv_heads + kv_head) * self.v_dim;
@@ -175,12 +181,21 @@ impl Functions for Platform {
 ///
 /// # Panics
 /// The shapes do not fit ([`Problem::check`], [`Problem::check_visible`]).
-pub fn attend(problem: &Problem, visible: &[Visible]) -> Attention {
-    attend_with::<Platform>(problem, visible)
+pub fn attend<T: Element>(problem: &Problem<T>, visible: &[Visible]) -> Attention {
+    attend_with::<Platform, T>(problem, visible)
+}
+
+/// [`attend`] with the same bits on every machine: elementary functions of [`crate::exp`], every sum in the order of
+/// positions, nothing fused.
+///
+/// # Panics
+/// As [`attend`].
+pub fn attend_deterministic<T: Element>(problem: &Problem<T>, visible: &[Visible]) -> Attention {
+    attend_with::<crate::exp::Fixed, T>(problem, visible)
 }
 
 /// [`attend`] with elementary functions of choice.
-pub fn attend_with<F: Functions>(problem: &Problem, visible: &[Visible]) -> Attention {
+pub fn attend_with<F: Functions, T: Element>(problem: &Problem<T>, visible: &[Visible]) -> Attention {
     problem.check();
     problem.check_visible(visible);
     let mut result = Attention { out: Vec::new(), lse: Vec::new() };
@@ -188,7 +203,7 @@ pub fn attend_with<F: Functions>(problem: &Problem, visible: &[Visible]) -> Atte
         for head in 0..problem.heads {
             let positions: Vec<usize> = seen.positions().collect();
             let (out, lse) =
-                attend_one::<F>(problem, row, head, &positions, problem.sink.map(|sink| sink[head]));
+                attend_one::<F, T>(problem, row, head, &positions, problem.sink.map(|sink| sink[head]));
             result.out.extend(out);
             result.lse.push(lse);
         }
@@ -198,8 +213,8 @@ pub fn attend_with<F: Functions>(problem: &Problem, visible: &[Visible]) -> Atte
 
 /// What one rank contributes: attention of every row over the visible tokens that it stores, without the sink,
 /// which belongs to no rank.
-pub fn attend_rank(
-    problem: &Problem,
+pub fn attend_rank<T: Element>(
+    problem: &Problem<T>,
     visible: &[Visible],
     layout: &crate::layout::Layout,
     rank: usize,
@@ -210,11 +225,11 @@ pub fn attend_rank(
 }
 
 /// The score of one query with one token, after scaling and soft-capping.
-pub fn score<F: Functions>(problem: &Problem, row: usize, head: usize, token: usize) -> f64 {
+pub fn score<F: Functions, T: Element>(problem: &Problem<T>, row: usize, head: usize, token: usize) -> f64 {
     let key = problem.key_at(token, problem.kv_head(head));
     let mut product = 0.0;
     for (q, k) in problem.query_at(row, head).iter().zip(key) {
-        product += f64::from(*q) * f64::from(*k);
+        product += (*q).into() * (*k).into();
     }
     let scaled = product * problem.scale;
     match problem.softcap {
@@ -223,15 +238,15 @@ pub fn score<F: Functions>(problem: &Problem, row: usize, head: usize, token: us
     }
 }
 
-fn attend_one<F: Functions>(
-    problem: &Problem,
+fn attend_one<F: Functions, T: Element>(
+    problem: &Problem<T>,
     row: usize,
     head: usize,
     positions: &[usize],
     sink: Option<f64>,
 ) -> (Vec<f64>, f64) {
     let mut out = vec![0.0; problem.v_dim];
-    let scores: Vec<f64> = positions.iter().map(|&token| score::<F>(problem, row, head, token)).collect();
+    let scores: Vec<f64> = positions.iter().map(|&token| score::<F, T>(problem, row, head, token)).collect();
     let largest = scores.iter().copied().chain(sink).fold(f64::NEG_INFINITY, f64::max);
     if largest == f64::NEG_INFINITY {
         return (out, largest);
@@ -243,7 +258,7 @@ fn attend_one<F: Functions>(
     for (s, &token) in scores.iter().zip(positions) {
         let probability = F::exp(s - largest) / sum;
         for (o, v) in out.iter_mut().zip(problem.value_at(token, problem.kv_head(head))) {
-            *o += probability * f64::from(*v);
+            *o += probability * (*v).into();
         }
     }
     (out, largest + F::ln(sum))

@@ -1,7 +1,7 @@
 //! Expected results together with their bounds.
 
 use super::output::{StateBound, Terms, bound_state};
-use crate::attention::plain::Problem;
+use crate::attention::plain::{Element, Problem};
 use crate::layout::Layout;
 use crate::moments::{Moments, Underivable};
 use crate::split::Split;
@@ -95,8 +95,8 @@ pub fn ratio(observed: f64, out: f64, lo: f64, hi: f64) -> f64 {
 ///
 /// # Panics
 /// The shapes do not fit.
-pub fn certify(
-    problem: &Problem,
+pub fn certify<T: Element>(
+    problem: &Problem<T>,
     layout: &Layout,
     visible: &[Visible],
     contract: &Contract,
