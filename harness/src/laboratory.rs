@@ -200,6 +200,9 @@ impl<'a> Laboratory<'a> {
         let perform = || {
             let material = self.attention();
             let mut run = Run::open(self.engine, material.configuration())?;
+            if let Some(stale) = material.stale_inputs() {
+                run.step(&Operation::WriteKv, &stale)?;
+            }
             let before = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
             let write = run.step(&Operation::WriteKv, &material.write_inputs())?;
             let after = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
@@ -242,6 +245,9 @@ impl<'a> Laboratory<'a> {
 pub fn attend(engine: &dyn Engine, material: &AttentionMaterial) -> Result<(Observed, Run), Halt> {
     let mut run = Run::open(engine, material.configuration())?;
     if material.operation() != Operation::Layout {
+        if let Some(stale) = material.stale_inputs() {
+            run.step(&Operation::WriteKv, &stale)?;
+        }
         run.step(&Operation::WriteKv, &material.write_inputs())?;
     }
     let observed = run.step(&material.operation(), &material.step_inputs())?;

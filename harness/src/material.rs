@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::OnceLock;
 
-use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, generate};
+use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, cache_code, generate};
 use shardcheck_engine::{
     CommBackend, Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
 };
@@ -106,7 +106,7 @@ pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBacke
 
 impl AttentionMaterial {
     fn new(family: Family, case: AttentionCase, seed: u64, profile: &Profile) -> Result<Self, String> {
-        let inputs = generate(&case, seed);
+        let inputs = generate(family, &case, seed);
         Self::over(family, case, seed, profile, inputs)
     }
 
@@ -126,8 +126,8 @@ impl AttentionMaterial {
             None => return Err(format!("the engine does not declare {}", operation_of(family))),
         };
         let cast = writes.map_or(&conventions, |operation| &operation.conventions);
-        let held_keys = inputs.held_keys(cast, configuration);
-        let held_values = inputs.held_values(cast, configuration);
+        let held_keys = inputs.held_keys(cast);
+        let held_values = inputs.held_values(cast);
         let rows = case.workload.rows();
         Ok(Self {
             rows,
@@ -162,7 +162,22 @@ impl AttentionMaterial {
         let mut case = self.case.clone();
         case.workload.requests = vec![self.case.workload.requests[request]];
         case.workload.padded_rows = 0;
-        let inputs = self.inputs.alone(&case, request);
+        let whole = &self.inputs;
+        let first = self.case.workload.query_start_loc()[request] as usize;
+        let row = self.heads() * self.configuration().attention.qk_dim();
+        let rows = first * row..(first + case.workload.query_rows()) * row;
+        let inputs = Inputs {
+            family: self.family,
+            case: case.clone(),
+            query: whole.query[rows].to_vec(),
+            keys: vec![whole.keys[request].clone()],
+            values: vec![whole.values[request].clone()],
+            stale_keys: vec![whole.stale_keys[request].clone()],
+            stale_values: vec![whole.stale_values[request].clone()],
+            w_uv: whole.w_uv.clone(),
+            block_table: self.block_table(request).to_vec(),
+            width: whole.width,
+        };
         Self::over(self.family, case, self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
 
@@ -173,8 +188,14 @@ impl AttentionMaterial {
     pub fn with_other_future(&self) -> Result<Self, Halt> {
         let mut inputs = self.inputs.clone();
         for (index, request) in self.case.workload.requests.iter().enumerate() {
-            let first_hidden = request.context_tokens + 1;
-            inputs.negate_from(index, first_hidden);
+            let attention = self.configuration().attention;
+            let hidden = request.context_tokens + 1;
+            for (tokens, width) in
+                [(&mut inputs.keys[index], attention.qk_dim()), (&mut inputs.values[index], attention.value_dim())]
+            {
+                let from = (hidden * attention.kv_heads() * width).min(tokens.len());
+                tokens[from..].iter_mut().for_each(|value| *value = -*value);
+            }
         }
         Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
@@ -205,6 +226,11 @@ impl AttentionMaterial {
         }
     }
 
+    /// Inputs of a write that comes before all others: tokens that nothing may read, as rejected drafts leave them.
+    pub fn stale_inputs(&self) -> Option<Tensors> {
+        self.inputs.write_stale()
+    }
+
     /// Inputs of the step.
     pub fn step_inputs(&self) -> Tensors {
         match self.family {
@@ -226,7 +252,10 @@ impl AttentionMaterial {
             let mut codes = vec![nan; shape.iter().product()];
             for (request, spec) in self.case.workload.requests.iter().enumerate() {
                 let stored = self.cache_codes(name, request);
-                for position in 0..self.stored_tokens(*spec) {
+                for position in 0..stored.len() / width {
+                    if position >= self.stored_tokens(*spec) + self.stale_tokens(request) {
+                        break;
+                    }
                     for rank in 0..self.ranks() {
                         let slot = self.layout.slot(position, self.dcp_rank(rank), self.block_table(request));
                         let Ok(slot) = usize::try_from(slot) else { continue };
@@ -272,11 +301,26 @@ impl AttentionMaterial {
         vec![self.ranks(), configuration.blocks, configuration.block_size, attention.kv_heads(), width]
     }
 
-    /// Codes that the cache holds for the tokens of a request, `[L, K, D]`.
+    /// Codes that the cache holds for the tokens of a request and for the stale tokens behind them, `[tokens, K, D]`.
     pub fn cache_codes(&self, name: &str, request: usize) -> Vec<u64> {
         let conventions = self.profile.operation(OperationKind::WriteKv).map(|o| &o.conventions);
         let conventions = conventions.unwrap_or(&self.conventions);
-        self.inputs.cache_codes(name == "key_cache", request, conventions, self.configuration())
+        let inputs = &self.inputs;
+        let (fresh, stale) = if name == "key_cache" {
+            (&inputs.keys[request], &inputs.stale_keys[request])
+        } else {
+            (&inputs.values[request], &inputs.stale_values[request])
+        };
+        let width: usize = self.cache_shape(name)[3..].iter().product();
+        let stored = self.stored_tokens(self.case.workload.requests[request]) * width;
+        let tokens = fresh[..stored].iter().chain(stale);
+        tokens.map(|value| cache_code(self.configuration(), conventions, *value)).collect()
+    }
+
+    /// Tokens of a request that were written behind its own before everything else.
+    fn stale_tokens(&self, request: usize) -> usize {
+        let attention = self.configuration().attention;
+        self.inputs.stale_keys[request].len() / (attention.kv_heads() * attention.qk_dim())
     }
 
     /// Tokens of a request that lie in the cache before the step.
@@ -305,7 +349,8 @@ impl AttentionMaterial {
 
     /// Block table of a request, unused entries included.
     pub fn block_table(&self, request: usize) -> &[i32] {
-        self.inputs.table(request)
+        let width = self.inputs.width;
+        &self.inputs.block_table[request * width..(request + 1) * width]
     }
 
     /// Block-table entries that a request needs.

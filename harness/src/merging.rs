@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use shardcheck_cases::{Family, MergeCase, MergeInputs, generate_merge};
-use shardcheck_engine::{Attention, CommBackend, Configuration, Operation, Profile, Tensor, Tensors};
+use shardcheck_engine::{Configuration, Operation, Profile, Tensor, Tensors};
 use shardcheck_formats::{Contract, Dtype, Merge};
 use shardcheck_references::bound::{MergeInputs as GivenStates, certify_merge};
 use shardcheck_references::merge::{Segment, active_segments, merge_segments};
@@ -64,7 +64,7 @@ impl MergeMaterial {
             }
         }
         Ok(Self {
-            configuration: configuration(case),
+            configuration: case.configuration(family),
             operation: operation(family),
             inputs,
             family,
@@ -211,7 +211,7 @@ impl MergeMaterial {
         let (rows, heads, v_dim) = (self.case.rows, self.heads(), self.case.dim);
         let mut state = self.states[0].clone();
         let mut out_error = vec![0.0; state.out.len()];
-        let mut lse_error = vec![0.0; state.lse.len()];
+        let mut lse_error = vec![0.0f64; state.lse.len()];
         for next in &self.states[1..] {
             let (out, lse) = ([&state.out[..], &next.out[..]].concat(), [&state.lse[..], &next.lse[..]].concat());
             let given = GivenStates { rows, heads, v_dim, out: &out, lse: &lse };
@@ -409,29 +409,8 @@ enum Role {
 fn operation(family: Family) -> Operation {
     match family {
         Family::MergeStates => Operation::MergeStates,
-        Family::MergeSegments => Operation::MergeSegments { tile_tokens: 64 },
+        Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
         Family::PackLse => Operation::PackLse,
         _ => Operation::MergePartials,
-    }
-}
-
-/// A session for a merge: sizes of the case, caches as small as they can be.
-fn configuration(case: &MergeCase) -> Configuration {
-    Configuration {
-        attention: Attention::Gqa { kv_heads: 1, head_dim: 8, v_head_dim: case.dim },
-        tp: case.world,
-        dcp: case.world,
-        heads_per_rank: case.heads_per_rank,
-        interleave: 1,
-        block_size: 1,
-        blocks: 1,
-        kv_dtype: Dtype::Bf16,
-        kv_scale: 1.0,
-        softmax_scale: 1.0,
-        comm_backend: if case.world > 1 { case.comm_backend } else { CommBackend::A2a },
-        lane_order: case.lane_order,
-        query_replication: false,
-        project_before_merge: false,
-        kernel_head_widths: Vec::new(),
     }
 }
