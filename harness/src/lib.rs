@@ -1,7 +1,12 @@
 //! The harness: select → run → judge → explain → report.
 
+pub mod cli;
+pub mod commands;
+pub mod engines;
 pub mod event;
+pub mod execute;
 pub mod expected;
+pub mod explain;
 pub mod finding;
 pub mod judge;
 pub mod laboratory;
@@ -13,6 +18,7 @@ pub mod nearest;
 pub mod properties;
 pub mod record;
 pub mod recording;
+pub mod report;
 pub mod run;
 pub mod run_directory;
 pub mod select;

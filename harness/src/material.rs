@@ -151,7 +151,12 @@ impl AttentionMaterial {
     /// [`Halt::Inconclusive`] when the changed case contradicts itself.
     pub fn variant(&self, case: AttentionCase) -> Result<Self, Halt> {
         case.configuration.check().map_err(|error| Halt::Inconclusive(error.to_string()))?;
-        Self::new(self.family, case, self.seed, &self.profile).map_err(Halt::Inconclusive)
+        if case.workload != self.case.workload {
+            return Self::new(self.family, case, self.seed, &self.profile).map_err(Halt::Inconclusive);
+        }
+        // values of the token-code probe spell a place in the layout, so the data must not be drawn again for another one
+        let inputs = self.inputs.relaid(&case.configuration, self.seed);
+        Self::over(self.family, case, self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
 
     /// The case with `request` alone in its batch, with the same tokens.

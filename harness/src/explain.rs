@@ -1,0 +1,2 @@
+//! interim
+pub fn topic(_: &str) -> Option<String> { None }
