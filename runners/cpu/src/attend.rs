@@ -117,7 +117,7 @@ impl Step<'_> {
         let policies = self.policies;
         let gathered = self.kernel_query(link)?;
         let row_lens = self.batch.row_lens(&policies.layout, link.member, &self.grid, self.causal);
-        let latent = self.local_attention(link, cache, &gathered, &row_lens)?;
+        let latent = self.local_attention(cache, &gathered, &row_lens)?;
         let partial = match &self.up {
             Some(up) if self.route.project_before_merge => {
                 let own = self.shape.own;
@@ -153,13 +153,7 @@ impl Step<'_> {
     }
 
     /// Attention of every gathered head over this rank's tokens, rounded to bf16.
-    fn local_attention(
-        &self,
-        link: &Link<'_>,
-        cache: &RankCache,
-        query: &[u16],
-        row_lens: &[usize],
-    ) -> Result<Partial, Stop> {
+    fn local_attention(&self, cache: &RankCache, query: &[u16], row_lens: &[usize]) -> Result<Partial, Stop> {
         let (kernel, format) = (&self.policies.kernel, &self.format);
         let (rows, heads, dim) = (self.shape.rows, self.configuration.gathered_heads(), format.value_dim);
         let width = (kernel.kernel_heads)(heads, &self.configuration.kernel_head_widths);
@@ -198,7 +192,6 @@ impl Step<'_> {
             target.iter_mut().zip(kept).for_each(|(to, from)| *to = round_bf16(*from));
             partial.lse[row * heads..(row + 1) * heads].copy_from_slice(&lse[first_lse..first_lse + heads]);
         }
-        (self.policies.session.after_kernel)(link, &mut partial);
         Ok(partial)
     }
 

@@ -9,6 +9,7 @@ use shardcheck_engine::{
 use crate::faults::Fault;
 use crate::policies::Policies;
 use crate::profile::profile;
+use crate::rules::validate;
 use crate::session::CpuSession;
 
 /// Longest wait of a rank for its peers, unless set.
@@ -54,8 +55,11 @@ impl Engine for CpuEngine {
     }
 
     fn validate(&self, rules: RuleSetName, settings: &Settings) -> Result<Answer<Validation>, EngineError> {
-        let _ = settings;
-        Ok(Answer::Unsupported(format!("the rules of {rules} are not in this engine")))
+        let checked = (self.policies.gates.rules)(rules);
+        Ok(match validate(rules, &checked, settings) {
+            Ok(validation) => Answer::Done(validation),
+            Err(unknown) => Answer::Unsupported(unknown),
+        })
     }
 
     fn open(&self, configuration: &Configuration) -> Result<Answer<Box<dyn Session>>, EngineError> {

@@ -82,6 +82,16 @@ pub struct KvView<'a> {
     pub column: (usize, usize),
 }
 
+impl KvView<'_> {
+    /// The view without the tokens before `first`.
+    #[must_use]
+    pub fn skip_tokens(mut self, first: usize) -> Self {
+        self.column.0 += first * self.stride.0;
+        self.column.1 += first * self.stride.1;
+        self
+    }
+}
+
 /// Buffers of the kernel, reused from row to row.
 #[derive(Default)]
 pub struct Scratch {

@@ -8,7 +8,9 @@
 mod attend;
 mod batch;
 mod cache;
+mod chunks;
 mod communicator;
+mod context;
 mod derive;
 mod engine;
 mod faults;
@@ -20,9 +22,12 @@ mod policies;
 mod profile;
 mod query;
 mod route;
+mod rules;
 mod session;
+mod states;
 mod write;
 
 pub use engine::{CpuEngine, DEFAULT_TIMEOUT, MAX_CACHE_BYTES, MAX_RANKS, engine};
 pub use faults::{Fault, FaultClass, fault, faults};
 pub use policies::Policies;
+pub use rules::{SETTING_NAMES, Setting};

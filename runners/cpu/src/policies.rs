@@ -4,12 +4,14 @@ use shardcheck_engine::Configuration;
 
 use crate::batch::Batch;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
-use crate::communicator::Link;
+use crate::chunks::ContextPolicies;
 use crate::grid::LayoutPolicies;
 use crate::kernel::{KernelPolicies, KvView};
-use crate::merge::{MergePolicies, Partial};
+use crate::merge::MergePolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
+use crate::rules::GatePolicies;
+use crate::states::SegmentPolicies;
 
 /// Decisions of a session as a whole.
 #[derive(Clone, Copy)]
@@ -22,8 +24,6 @@ pub struct SessionPolicies {
     pub recall: fn(&mut Option<Batch>, Batch) -> Batch,
     /// Rows of the output that are written: `(rows, rows that are not padding)`.
     pub written_rows: fn(usize, usize) -> usize,
-    /// What becomes of a partial between kernel and exchange.
-    pub after_kernel: fn(&Link<'_>, &mut Partial),
 }
 
 impl SessionPolicies {
@@ -33,7 +33,6 @@ impl SessionPolicies {
         dispatch,
         recall: |_, batch| batch,
         written_rows: |rows, _| rows,
-        after_kernel: |_, _| {},
     };
 }
 
@@ -50,6 +49,12 @@ pub struct Policies {
     pub kernel: KernelPolicies,
     /// Exchange and merge.
     pub merge: MergePolicies,
+    /// Gather and merge of a cached context.
+    pub context: ContextPolicies,
+    /// Merge of kernel segments.
+    pub segments: SegmentPolicies,
+    /// Configuration rules.
+    pub gates: GatePolicies,
     /// Session.
     pub session: SessionPolicies,
 }
@@ -62,6 +67,9 @@ impl Policies {
         query: QueryPolicies::HEALTHY,
         kernel: KernelPolicies::HEALTHY,
         merge: MergePolicies::HEALTHY,
+        context: ContextPolicies::HEALTHY,
+        segments: SegmentPolicies::HEALTHY,
+        gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };
 

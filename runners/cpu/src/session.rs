@@ -9,8 +9,10 @@ use crate::attend::attend;
 use crate::batch::{Batch, query_rows};
 use crate::cache::RankCache;
 use crate::communicator::{Ranks, panic_text};
+use crate::context::attend_context;
 use crate::derive::derive;
 use crate::policies::Policies;
+use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::write::{load_cache, read_cache, write_kv};
 
 /// A session of the embedded engine.
@@ -46,7 +48,26 @@ impl CpuSession {
                 let (ranks, causal) = (self.ranks(configuration.tp), mask == Mask::Causal);
                 attend(configuration, &self.caches, inputs, &batch, causal, ranks, policies)?
             }
-            _ => return Ok(Answer::Unsupported("not in this version".to_owned())),
+            Operation::AttendContext { chunk_budget_tokens } => {
+                let rows = query_rows(inputs, configuration)?;
+                let batch = Batch::read(inputs, "context_lens", Some(rows), blocks)?;
+                let ranks = self.ranks(configuration.tp);
+                attend_context(
+                    configuration,
+                    &self.caches,
+                    inputs,
+                    &batch,
+                    chunk_budget_tokens,
+                    ranks,
+                    policies,
+                )?
+            }
+            Operation::MergePartials => {
+                merge_partials(configuration, inputs, self.ranks(configuration.dcp), policies)?
+            }
+            Operation::MergeStates => merge_two_states(inputs, policies)?,
+            Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies)?,
+            Operation::PackLse => pack_lse(configuration, inputs, policies)?,
         };
         Ok(Answer::Done(reply))
     }
