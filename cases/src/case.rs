@@ -4,7 +4,10 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName, Settings, Validation};
+use shardcheck_engine::{
+    Attention, CommBackend, Configuration, LaneOrder, Mask, Operation, OperationKind, RuleSetName, Settings,
+    Validation,
+};
 use shardcheck_formats::Dtype;
 
 use crate::{Probe, Workload};
@@ -72,6 +75,33 @@ impl Family {
             Self::Rules => "rules",
         }
     }
+
+    /// The operation that a case of this family is about; `None` for rules, which no session answers.
+    pub fn operation(self) -> Option<OperationKind> {
+        match self {
+            Self::Layout => Some(OperationKind::Layout),
+            Self::Write => Some(OperationKind::WriteKv),
+            Self::Decode => Some(OperationKind::Decode),
+            Self::Verify => Some(OperationKind::Verify),
+            Self::Draft => Some(OperationKind::Draft),
+            Self::Context => Some(OperationKind::Context),
+            Self::MergePartials => Some(OperationKind::MergePartials),
+            Self::MergeStates => Some(OperationKind::MergeStates),
+            Self::MergeSegments => Some(OperationKind::MergeSegments),
+            Self::PackLse => Some(OperationKind::PackLse),
+            Self::Rules => None,
+        }
+    }
+
+    /// Whether a case of this family holds an [`AttentionCase`].
+    pub fn is_attention(self) -> bool {
+        matches!(self, Self::Layout | Self::Write | Self::Decode | Self::Verify | Self::Draft | Self::Context)
+    }
+
+    /// Whether a case of this family holds a [`MergeCase`].
+    pub fn is_merge(self) -> bool {
+        matches!(self, Self::MergePartials | Self::MergeStates | Self::MergeSegments | Self::PackLse)
+    }
 }
 
 impl fmt::Display for Family {
@@ -102,6 +132,10 @@ pub struct AttentionCase {
     pub workload: Workload,
     /// How the inputs are drawn.
     pub probe: Probe,
+    /// MLA: no up-projection is given and the output stays in the latent space. Always so in the context family, whose
+    /// operation takes no up-projection.
+    #[serde(default)]
+    pub latent_output: bool,
 }
 
 /// What the states to be merged look like.
@@ -188,7 +222,7 @@ pub struct MergeCase {
     pub heads_per_rank: usize,
     /// Width of an output.
     pub dim: usize,
-    /// Element type of the given outputs.
+    /// Element type of the given outputs: f32 or bf16.
     pub dtype: Dtype,
     /// Collectives (merge_partials only).
     pub comm_backend: CommBackend,
@@ -198,6 +232,34 @@ pub struct MergeCase {
     pub pattern: MergePattern,
     /// How they lie in memory.
     pub view: StateView,
+}
+
+impl MergeCase {
+    /// Tokens of one tile of a split kernel (merge_segments): the tile of vLLM's segmented MLA decode.
+    pub const TILE_TOKENS: usize = 64;
+
+    /// What a session for this merge is opened with: `world` ranks without sequence (one rank for the families that merge
+    /// on one rank), one KV head of width `dim`.
+    pub fn configuration(&self, family: Family) -> Configuration {
+        let ranks = if family == Family::MergePartials { self.world } else { 1 };
+        Configuration {
+            attention: Attention::Gqa { kv_heads: 1, head_dim: self.dim, v_head_dim: self.dim },
+            tp: ranks,
+            dcp: ranks,
+            heads_per_rank: self.heads_per_rank,
+            interleave: 1,
+            block_size: 1,
+            blocks: 1,
+            kv_dtype: Dtype::Bf16,
+            kv_scale: 1.0,
+            softmax_scale: 1.0,
+            comm_backend: self.comm_backend,
+            lane_order: self.lane_order,
+            query_replication: false,
+            project_before_merge: false,
+            kernel_head_widths: Vec::new(),
+        }
+    }
 }
 
 /// Launch settings and what their owner must say to them.
@@ -240,12 +302,92 @@ pub struct Case {
     pub seed: u64,
 }
 
+impl Case {
+    /// An attention case of the current schema version.
+    pub fn attention(family: Family, body: AttentionCase, seed: u64) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Attention(body), seed }
+    }
+
+    /// A merge case of the current schema version.
+    pub fn merge(family: Family, body: MergeCase, seed: u64) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Merge(body), seed }
+    }
+
+    /// A rule case of the current schema version. Nothing is drawn, so its seed is 0.
+    pub fn rules(body: RuleCase) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family: Family::Rules, body: Body::Rules(body), seed: 0 }
+    }
+
+    /// The operation that the case is about, with its parameters; `None` for rules.
+    pub fn operation(&self) -> Option<Operation> {
+        let chunk_budget_tokens = match &self.body {
+            Body::Attention(case) => case.workload.chunk_budget_tokens,
+            _ => 0,
+        };
+        Some(match self.family {
+            Family::Layout => Operation::Layout,
+            Family::Write => Operation::WriteKv,
+            Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
+            Family::Draft => Operation::Attend { mask: Mask::Bidirectional },
+            Family::Context => Operation::AttendContext { chunk_budget_tokens },
+            Family::MergePartials => Operation::MergePartials,
+            Family::MergeStates => Operation::MergeStates,
+            Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
+            Family::PackLse => Operation::PackLse,
+            Family::Rules => return None,
+        })
+    }
+
+    /// What a session for this case is opened with; `None` for rules.
+    pub fn configuration(&self) -> Option<Configuration> {
+        match &self.body {
+            Body::Attention(case) => Some(case.configuration.clone()),
+            Body::Merge(case) => Some(case.configuration(self.family)),
+            Body::Rules(_) => None,
+        }
+    }
+
+    /// The case as JSON, one value that holds everything.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("a case has no map with keys that are not strings")
+    }
+
+    /// Reads a case and checks it.
+    ///
+    /// # Errors
+    /// [`CaseError::Version`] for another schema version, [`CaseError::UnknownValue`] for a name that is none of its
+    /// axis, [`CaseError::Malformed`] for anything else that is not a case, and what [`Case::check`] says.
+    pub fn from_json(text: &str) -> Result<Self, CaseError> {
+        let value: serde_json::Value =
+            serde_json::from_str(text).map_err(|error| CaseError::Malformed(error.to_string()))?;
+        let Some(version) = value.get("schema_version").and_then(serde_json::Value::as_u64) else {
+            return Err(CaseError::Malformed("there is no whole number `schema_version`".to_owned()));
+        };
+        if version != u64::from(CASE_SCHEMA_VERSION) {
+            return Err(CaseError::Version { found: version });
+        }
+        let case: Self = serde_json::from_value(value).map_err(|error| {
+            let message = error.to_string();
+            if message.contains("unknown variant") {
+                CaseError::UnknownValue(message)
+            } else {
+                CaseError::Malformed(message)
+            }
+        })?;
+        case.check()?;
+        Ok(case)
+    }
+}
+
 /// A case that can't be used, and what to do.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum CaseError {
     /// Not the JSON of a case.
     #[error("malformed case: {0}; `shardcheck explain case-json` shows the format")]
     Malformed(String),
+    /// A name that is none of its axis; the text names the valid ones.
+    #[error("case has an unknown value: {0}")]
+    UnknownValue(String),
     /// Written by another version.
     #[error("case has schema version {found}, this program reads {CASE_SCHEMA_VERSION}: export it again")]
     Version {
