@@ -61,6 +61,7 @@ pub fn case() -> Case {
                 chunk_budget_tokens: 64,
             },
             probe: Probe::Cold,
+            latent_output: false,
         }),
         seed: 7,
     }
