@@ -1,7 +1,10 @@
 //! Reports: every format is fed by the same events, so that none can say what another does not.
 
 pub mod block;
+pub mod github;
+pub mod html;
 pub mod json;
+pub mod junit;
 pub mod terminal;
 
 use std::collections::BTreeMap;

@@ -190,9 +190,7 @@ mod tests {
     use crate::sample;
 
     fn sample_summary() -> Summary {
-        let mut record = RunRecord::new(sample::header());
-        sample::events(&sample::header()).iter().for_each(|event| record.absorb(event));
-        Summary::of(&record)
+        Summary::of(&sample::record())
     }
 
     #[test]

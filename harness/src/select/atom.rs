@@ -211,6 +211,22 @@ impl Axis {
         Self::ALL.into_iter().find(|axis| axis.name() == name)
     }
 
+    /// Value of a case as text; `None` where the axis means nothing, and for `id` and `prop`, which a case does not hold.
+    pub fn value_of(self, case: &Case) -> Option<String> {
+        match self {
+            Self::Choice(axis) => axis.of(case).map(str::to_owned),
+            Self::Number(axis) => axis.of(case).map(|value| value.to_string()),
+            Self::Truth(axis) => axis.of(case).map(|value| value.to_string()),
+            Self::Text(TextAxis::Model) => attention(case).map(|c| c.model.clone()),
+            Self::Text(_) => None,
+        }
+    }
+
+    /// Names and values of all axes that mean something for a case.
+    pub fn values_of(case: &Case) -> Vec<(&'static str, String)> {
+        Self::ALL.into_iter().filter_map(|axis| Some((axis.name(), axis.value_of(case)?))).collect()
+    }
+
     /// The names that the axis can have, where they are a closed list.
     pub fn values(self) -> Vec<&'static str> {
         match self {

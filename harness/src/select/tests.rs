@@ -81,6 +81,18 @@ fn a_case_is_found_by_each_of_its_axes() {
 }
 
 #[test]
+fn what_a_case_says_of_its_axes_selects_it() {
+    for case in [sample::case(), merge_case()] {
+        let values = Axis::values_of(&case);
+        assert!(values.len() >= 8, "{values:?}");
+        for (axis, value) in values {
+            let expression = Expression::parse(&format!("{axis}({value})")).unwrap();
+            assert!(expression.may_match(&Subject { id: ID, case: &case, property: None }), "{expression}");
+        }
+    }
+}
+
+#[test]
 fn a_merge_case_has_axes_of_its_own_and_lacks_those_of_attention() {
     let case = merge_case();
     let subject = Subject { id: "merge_partials/x", case: &case, property: None };
