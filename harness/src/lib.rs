@@ -6,7 +6,6 @@ pub mod engines;
 pub mod event;
 pub mod execute;
 pub mod expected;
-pub mod explain;
 pub mod finding;
 pub mod judge;
 pub mod laboratory;
@@ -24,6 +23,7 @@ pub mod run_directory;
 pub mod select;
 pub mod status;
 pub mod store;
+pub mod summary;
 
 #[cfg(test)]
 mod sample;

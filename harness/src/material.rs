@@ -393,6 +393,15 @@ impl AttentionMaterial {
         self.inputs.w_uv.is_some() && self.family != Family::Context
     }
 
+    /// Up-projection of a group's heads, `[Hg, Dv, V]`, where the step applies one.
+    pub fn up_projection(&self, group: usize) -> Option<&[f32]> {
+        let configuration = self.configuration();
+        let attention = configuration.attention;
+        let size = configuration.gathered_heads() * attention.value_dim() * attention.v_head_dim();
+        let weights = self.inputs.w_uv.as_ref().filter(|_| self.is_projected())?;
+        Some(&weights[group * size..(group + 1) * size])
+    }
+
     /// Number of ranks.
     pub fn ranks(&self) -> usize {
         self.configuration().tp

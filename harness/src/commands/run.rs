@@ -6,11 +6,11 @@ use shardcheck_cases::{Case, SuiteName};
 
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
+use crate::commands::reporting::{Feed, ReportArgs, reporters};
 use crate::engines;
 use crate::event::{RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::execute::{Plan, execute};
 use crate::record::RunRecord;
-use crate::report::{self, ReportArgs};
 use crate::run_directory::{RunDirectory, resolve};
 use crate::select::Selection;
 use crate::status::{Exit, Status};
@@ -90,10 +90,13 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         mutant_cases: &mutant_cases,
         before: statuses,
     };
-    let mut reports = report::Reports::open(&args.report, &directory, before.as_ref(), plan.cases.len())
-        .map_err(CommandError::usage)?;
-    let outcome = execute(&plan, &mut directory, &mut |event| reports.event(event)).map_err(CommandError::internal)?;
-    reports.finish(&directory).map_err(CommandError::internal)?;
+    let mut feed = Feed::new(reporters(&args.report, &directory, judged.len()));
+    // a resumed run's reports must hold what was judged before as well
+    for event in before.iter().flat_map(|record| &record.cases) {
+        feed.before(event);
+    }
+    let outcome = execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
+    feed.finish()?;
     Ok(outcome.exit)
 }
 

@@ -1,2 +1,0 @@
-//! interim
-pub fn topic(_: &str) -> Option<String> { None }
