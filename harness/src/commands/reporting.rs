@@ -57,7 +57,7 @@ pub(super) fn glossary() -> Glossary {
 }
 
 /// The reports that the options ask for, fed by one stream of events.
-pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory, judged_before: usize) -> Reporters {
+pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporters {
     let to_stderr = args.message_format == MessageFormat::Json;
     let is_terminal =
         if to_stderr { std::io::stderr().is_terminal() } else { std::io::stdout().is_terminal() };
@@ -70,7 +70,7 @@ pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory, judged_befo
         style,
         status_level: args.status_level,
         run_folder: Some(directory.path().to_owned()),
-        judged_before,
+        judged_before: 0,
     };
     let mut reporters = Reporters::new();
     if to_stderr {

@@ -13,7 +13,7 @@ use crate::execute::{Plan, execute};
 use crate::record::RunRecord;
 use crate::run_directory::{RunDirectory, resolve};
 use crate::select::Selection;
-use crate::status::{Exit, Status};
+use crate::status::Exit;
 
 /// Options of `run`.
 #[derive(Debug, clap::Args)]
@@ -77,8 +77,6 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let header = header(args, &selection, cases.len(), profile)?;
     let (mut directory, before) = folder(args, &header)?;
     let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
-    let statuses: Vec<Status> =
-        before.iter().flat_map(|record| &record.cases).map(|result| result.status).collect();
     let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
     let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
     let plan = Plan {
@@ -88,13 +86,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         jobs,
         fail_fast: args.fail_fast,
         mutant_cases: &mutant_cases,
-        before: statuses,
+        before: before.map(|record| record.cases).unwrap_or_default(),
     };
-    let mut feed = Feed::new(reporters(&args.report, &directory, judged.len()));
-    // a resumed run's reports must hold what was judged before as well
-    for event in before.iter().flat_map(|record| &record.cases) {
-        feed.before(event);
-    }
+    let mut feed = Feed::new(reporters(&args.report, &directory));
     let outcome = execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
     feed.finish()?;
     Ok(outcome.exit)
