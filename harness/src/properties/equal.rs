@@ -212,9 +212,10 @@ fn compare(
                     Some((ours, theirs)) => {
                         let head = rank * heads + inner / dim;
                         let at = |row: usize| (row * material.heads() + head) * dim + inner % dim;
-                        let width = ours.out_width(at(*row_a)) + theirs.out_width(at(*row_b));
-                        // both runs may attain their bounds; the last term is the rounding of these sums themselves
-                        Allowed::near(y, width + 4.0 * f64::EPSILON * (width + y.abs()))
+                        let (low_a, high_a) = ours.out_interval(at(*row_a));
+                        let (low_b, high_b) = theirs.out_interval(at(*row_b));
+                        // ends of intervals are numbers of the output format, so these differences are exact
+                        Allowed::Between { expected: y, low: y + (low_a - high_b), high: y + (high_a - low_b) }
                     }
                 };
                 comparison.element(flat, x, allowed);
