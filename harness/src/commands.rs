@@ -6,6 +6,7 @@ pub mod judge;
 pub mod list;
 pub mod mutants;
 pub mod replay;
+pub mod reporting;
 pub mod run;
 
 use std::path::PathBuf;

@@ -32,8 +32,8 @@ pub struct Plan<'a> {
     pub fail_fast: bool,
     /// Cases on which faults are tried after the cases; empty for none.
     pub mutant_cases: &'a [Case],
-    /// Exit code of what was judged before, when the run is resumed.
-    pub before: Vec<Status>,
+    /// What was judged before, when the run is resumed: reported again, never judged again.
+    pub before: Vec<CaseResult>,
 }
 
 /// How a run ended.
@@ -84,9 +84,12 @@ pub fn execute(
         .build()
         .map_err(|error| ExecuteError::Threads { jobs: plan.jobs, reason: error.to_string() })?;
     show(&Event::RunStarted(directory.header().clone()));
+    for result in &plan.before {
+        show(&Event::CaseJudged(result.clone()));
+    }
     let stop = AtomicBool::new(false);
     let (send, receive) = mpsc::channel();
-    let mut statuses = plan.before.clone();
+    let mut statuses: Vec<Status> = plan.before.iter().map(|result| result.status).collect();
     let mut survivors = 0usize;
     let mut judged = HashSet::new();
     let result = std::thread::scope(|scope| -> Result<(), ExecuteError> {

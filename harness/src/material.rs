@@ -151,7 +151,12 @@ impl AttentionMaterial {
     /// [`Halt::Inconclusive`] when the changed case contradicts itself.
     pub fn variant(&self, case: AttentionCase) -> Result<Self, Halt> {
         case.configuration.check().map_err(|error| Halt::Inconclusive(error.to_string()))?;
-        Self::new(self.family, case, self.seed, &self.profile).map_err(Halt::Inconclusive)
+        if case.workload != self.case.workload {
+            return Self::new(self.family, case, self.seed, &self.profile).map_err(Halt::Inconclusive);
+        }
+        // values of the token-code probe spell a place in the layout, so the data must not be drawn again for another one
+        let inputs = self.inputs.relaid(&case.configuration, self.seed);
+        Self::over(self.family, case, self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
 
     /// The case with `request` alone in its batch, with the same tokens.
@@ -196,6 +201,18 @@ impl AttentionMaterial {
                 let from = (hidden * attention.kv_heads() * width).min(tokens.len());
                 tokens[from..].iter_mut().for_each(|value| *value = -*value);
             }
+        }
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
+    }
+
+    /// The same case with keys and values multiplied by `factor`, a power of two.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn magnified(&self, factor: f32) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        for tokens in [&mut inputs.keys, &mut inputs.values] {
+            tokens.iter_mut().flatten().for_each(|value| *value *= factor);
         }
         Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
@@ -386,6 +403,15 @@ impl AttentionMaterial {
     /// Whether the step applies an up-projection.
     pub fn is_projected(&self) -> bool {
         self.inputs.w_uv.is_some() && self.family != Family::Context
+    }
+
+    /// Up-projection of a group's heads, `[Hg, Dv, V]`, where the step applies one.
+    pub fn up_projection(&self, group: usize) -> Option<&[f32]> {
+        let configuration = self.configuration();
+        let attention = configuration.attention;
+        let size = configuration.gathered_heads() * attention.value_dim() * attention.v_head_dim();
+        let weights = self.inputs.w_uv.as_ref().filter(|_| self.is_projected())?;
+        Some(&weights[group * size..(group + 1) * size])
     }
 
     /// Number of ranks.

@@ -67,6 +67,15 @@ impl RunRecord {
         }
     }
 
+    /// Takes one event into a record that begins with the run's first event.
+    pub fn follow(record: &mut Option<Self>, event: &Event) {
+        match (record.as_mut(), event) {
+            (None, Event::RunStarted(header)) => *record = Some(Self::new(header.clone())),
+            (Some(record), event) => record.absorb(event),
+            (None, _) => {}
+        }
+    }
+
     /// Takes one event in. A case or a fault that comes again replaces its older state.
     pub fn absorb(&mut self, event: &Event) {
         match event {

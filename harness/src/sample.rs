@@ -8,7 +8,7 @@ use shardcheck_formats::Dtype;
 
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::{Failure, Finding, Measured, Stage, Worst};
-use crate::record::count_statuses;
+use crate::record::{RunRecord, count_statuses};
 use crate::status::{Exit, Status};
 
 pub fn header() -> RunHeader {
@@ -61,6 +61,7 @@ pub fn case() -> Case {
                 chunk_budget_tokens: 64,
             },
             probe: Probe::Cold,
+            latent_output: false,
         }),
         seed: 7,
     }
@@ -160,4 +161,11 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
     }
     events.push(Event::RunFinished { counts, elapsed_s: 12.5, exit_code: Exit::Failed.code() });
     events
+}
+
+pub fn record() -> RunRecord {
+    let header = RunHeader { run_id: "20260810T123456Z-1a2b3c4d".into(), ..header() };
+    let mut record = RunRecord::new(header.clone());
+    events(&header).iter().for_each(|event| record.absorb(event));
+    record
 }

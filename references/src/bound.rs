@@ -20,14 +20,20 @@
 
 mod accumulation;
 mod certified;
+mod chain;
 mod lse;
 mod merged;
 mod output;
+mod projection;
 mod weights;
 
 pub use certified::{Certified, CertifiedPart, certify, certify_moments, interval, ratio};
+pub use chain::certify_chain;
 pub use merged::{MergeInputs, certify_merge};
-pub use output::{StateBound, Terms, bound_state};
+pub use output::{PartBound, StateBound, Terms, bound_state};
+pub use projection::{
+    CertifiedProjection, ProjectionOrder, UnknownProjectionOrder, UpProjection, certify_projected,
+};
 
 use shardcheck_formats::contract::Contract;
 

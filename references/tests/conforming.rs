@@ -6,10 +6,13 @@ use shardcheck_formats::contract::{Contract, Depth, Merge};
 use shardcheck_formats::dtype::Dtype;
 use shardcheck_formats::recipe::{Counter, Distribution, Recipe};
 use shardcheck_references::attention::plain::{Problem, Values};
-use shardcheck_references::bound::{Certified, certify, interval, ratio};
+use shardcheck_references::bound::{
+    Certified, MergeInputs, ProjectionOrder, UpProjection, certify, certify_chain, certify_merge,
+    certify_projected, interval, ratio,
+};
 use shardcheck_references::layout::Layout;
 use shardcheck_references::visibility::Visible;
-use simulated::{Habits, Returned, attend};
+use simulated::{Habits, Returned, attend, attend_chain, merge, project, round_to};
 
 #[derive(Debug, Clone, Copy)]
 enum Inputs {
@@ -183,6 +186,131 @@ fn a_conforming_engine_is_never_outside_in_a_million_elements() {
     }
     assert!(used.out > 0.9, "the intervals are never nearly used: {used:?}");
     eprintln!("{used:?} in {run} runs");
+}
+
+#[test]
+fn a_conforming_chunk_chain_is_never_outside() {
+    let mut used = Used::default();
+    let mut random = Counter::new(21, 0);
+    for run in 0..120 {
+        let made = tensors(INPUTS[run % INPUTS.len()], 1000 + run as u64, 2, 8, 400, (40, 64));
+        let values = Values::Separate(&made.value);
+        let problem = Problem::new(8, 1, 40, 64, 40f64.powf(-0.5), &made.query, &made.key, values);
+        let chunks: Vec<usize> = (0..1 + random.below(7)).map(|_| random.below(150) as usize).collect();
+        let visible = Visible::causal(400, 2);
+        let mut contract = contract(&mut random);
+        if run % 4 == 0 {
+            contract.output = Dtype::F32;
+        }
+        let habits = Habits { tile: 64, truncate: run % 2 == 0, forgets: None };
+        let certified = certify_chain(&problem, &chunks, &visible, &contract, false).unwrap();
+        let returned = attend_chain(&problem, &chunks, &visible, &contract, habits, &mut random);
+        used.add(&returned, &certified, &contract);
+        assert_eq!(used.outside, 0, "{chunks:?} {contract:?} {habits:?}");
+        assert!(used.partial <= 1.0 && used.lse <= 1.0, "{used:?} {chunks:?} {contract:?} {habits:?}");
+        assert!(used.practical <= 1.0, "{used:?} {chunks:?} {contract:?} {habits:?}");
+    }
+    assert!(used.elements > 100_000 && used.out > 0.5, "{used:?}");
+}
+
+#[test]
+fn a_conforming_merge_of_given_partials_is_never_outside() {
+    let mut random = Counter::new(23, 0);
+    let (mut elements, mut largest) = (0, 0f64);
+    for run in 0..600 {
+        let parts = 1 + random.below(8) as usize;
+        let (v_dim, spread) = (16, [0.5, 5.0, 80.0][run % 3]);
+        let mut contract = Contract::bf16_default(Merge::ALL[random.below(3) as usize]);
+        contract.output = [Dtype::Bf16, Dtype::F32][random.below(2) as usize];
+        let given: Vec<(Vec<f32>, f32)> = (0..parts)
+            .map(|_| {
+                let out = (0..v_dim).map(|_| random.gaussian() as f32).collect();
+                let empty = random.below(6) == 0;
+                (out, if empty { f32::NEG_INFINITY } else { (random.gaussian() * spread) as f32 })
+            })
+            .map(|(out, lse)| (if lse == f32::NEG_INFINITY { vec![f32::NAN; v_dim] } else { out }, lse))
+            .collect();
+        let out: Vec<f64> = given.iter().flat_map(|part| &part.0).map(|x| f64::from(*x)).collect();
+        let lse: Vec<f64> = given.iter().map(|part| f64::from(part.1)).collect();
+        let inputs = MergeInputs { rows: 1, heads: 1, v_dim, out: &out, lse: &lse };
+        let certified = certify_merge(&inputs, &contract, false).unwrap();
+        let (seen, seen_lse) = if parts == 1 && given[0].1.is_finite() {
+            given[0].clone()
+        } else {
+            merge(&contract, &given, &mut random)
+        };
+        for ((seen, out), pre) in seen.iter().zip(&certified.out).zip(&certified.pre) {
+            let (lo, hi) = interval(*out, *pre, contract.output);
+            let seen = f64::from(round_to(contract.output, *seen));
+            assert!(lo <= seen && seen <= hi, "{seen} not in {lo}..{hi}: {contract:?} {given:?}");
+            if contract.output == Dtype::F32 && *pre > 0.0 {
+                largest = largest.max((seen - out).abs() / pre);
+            }
+            elements += 1;
+        }
+        let exact = certified.lse[0];
+        assert!(
+            f64::from(seen_lse) == exact || (f64::from(seen_lse) - exact).abs() <= certified.lse_bound[0]
+        );
+    }
+    assert!(elements >= 9_600 && largest > 0.3, "{elements} {largest}");
+}
+
+#[test]
+fn a_conforming_up_projection_is_never_outside_in_either_order() {
+    let mut random = Counter::new(22, 0);
+    let (heads, latent, v_dim) = (4, 64, 32);
+    let (mut elements, mut largest) = (0, [0f64; 2]);
+    for run in 0..120 {
+        let made = tensors(INPUTS[run % INPUTS.len()], 2000 + run as u64, 1, heads, 200, (80, latent));
+        let weights = tensor(3000 + run as u64, 3, Distribution::Gaussian, vec![heads, latent, v_dim]);
+        let problem =
+            Problem::new(heads, 1, 80, latent, 80f64.powf(-0.5), &made.query, &made.key, Values::KeyPrefix);
+        let world = [1, 2, 3, 8][random.below(4) as usize];
+        let layout = Layout::new(world, 1, 1).unwrap();
+        let visible = [Visible::Prefix([3, 60, 200][random.below(3) as usize])];
+        let mut contract = contract(&mut random);
+        contract.output = Dtype::Bf16;
+        let habits = Habits { tile: 64, truncate: run % 2 == 0, forgets: None };
+        let projection = UpProjection { weights: &weights, v_dim };
+        let returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
+        for (which, order) in ProjectionOrder::ALL.into_iter().enumerate() {
+            let both = certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap();
+            let seen = match order {
+                ProjectionOrder::AfterMerge => {
+                    project(&returned.out, &weights, latent, v_dim, habits.truncate)
+                }
+                ProjectionOrder::BeforeMerge if world == 1 => continue,
+                ProjectionOrder::BeforeMerge => {
+                    let projected: Vec<Vec<f32>> = returned
+                        .partials
+                        .iter()
+                        .map(|(out, _)| project(out, &weights, latent, v_dim, habits.truncate))
+                        .map(|y| y.into_iter().map(|y| round_to(contract.partial, y)).collect())
+                        .collect();
+                    (0..heads)
+                        .flat_map(|head| {
+                            let parts: Vec<(Vec<f32>, f32)> = (0..world)
+                                .map(|rank| {
+                                    let y = projected[rank][head * v_dim..(head + 1) * v_dim].to_vec();
+                                    (y, returned.partials[rank].1[head] as f32)
+                                })
+                                .collect();
+                            merge(&contract, &parts, &mut random).0
+                        })
+                        .collect()
+                }
+            };
+            for ((seen, out), pre) in seen.iter().zip(&both.projected.out).zip(&both.projected.pre) {
+                let (lo, hi) = interval(*out, *pre, contract.output);
+                let seen = f64::from(round_to(contract.output, *seen));
+                assert!(lo <= seen && seen <= hi, "{order} run {run} W={world}: {seen} not in {lo}..{hi}");
+                largest[which] = largest[which].max((seen - out).abs() / pre);
+                elements += 1;
+            }
+        }
+    }
+    assert!(elements > 20_000 && largest.iter().all(|used| *used > 0.05), "{elements} {largest:?}");
 }
 
 /// One row whose probabilities all round up by 0.995 of the unit roundoff, and whose values all have one sign.

@@ -25,9 +25,6 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 }
 
 fn text(what: &str) -> Result<String, CommandError> {
-    if let Some(topic) = crate::explain::topic(what) {
-        return Ok(topic);
-    }
     match what {
         "properties" => return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect()),
         "faults" => return Ok(faults().iter().map(|f| format!("{:<36} {}\n", f.name, f.title)).collect()),

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 
 use crate::cli::CommandError;
+use crate::commands::reporting::full_text;
 use crate::recording::Recorded;
-use crate::report;
 use crate::run::judge_case;
 use crate::run_directory::{read_events, resolve};
 use crate::status::Exit;
@@ -47,7 +47,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         if args.json {
             println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
         } else {
-            print!("{}", report::full_text(&result));
+            print!("{}", full_text(&result, Some(&record.header)));
         }
         statuses.push(result.status);
     }

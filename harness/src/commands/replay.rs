@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
+use crate::commands::reporting::full_text;
 use crate::commands::read_case;
 use crate::engines;
-use crate::report;
 use crate::run::judge_case;
 use crate::run_directory::resolve;
 use crate::status::Exit;
@@ -68,7 +68,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         if args.json {
             println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
         } else {
-            print!("{}", report::full_text(&result));
+            print!("{}", full_text(&result, None));
         }
         statuses.push(result.status);
     }

@@ -6,14 +6,14 @@ use shardcheck_cases::{Case, SuiteName};
 
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
+use crate::commands::reporting::{Feed, ReportArgs, reporters};
 use crate::engines;
 use crate::event::{RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::execute::{Plan, execute};
 use crate::record::RunRecord;
-use crate::report::{self, ReportArgs};
 use crate::run_directory::{RunDirectory, resolve};
 use crate::select::Selection;
-use crate::status::{Exit, Status};
+use crate::status::Exit;
 
 /// Options of `run`.
 #[derive(Debug, clap::Args)]
@@ -77,8 +77,6 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let header = header(args, &selection, cases.len(), profile)?;
     let (mut directory, before) = folder(args, &header)?;
     let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
-    let statuses: Vec<Status> =
-        before.iter().flat_map(|record| &record.cases).map(|result| result.status).collect();
     let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
     let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
     let plan = Plan {
@@ -88,12 +86,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         jobs,
         fail_fast: args.fail_fast,
         mutant_cases: &mutant_cases,
-        before: statuses,
+        before: before.map(|record| record.cases).unwrap_or_default(),
     };
-    let mut reports = report::Reports::open(&args.report, &directory, before.as_ref(), plan.cases.len())
-        .map_err(CommandError::usage)?;
-    let outcome = execute(&plan, &mut directory, &mut |event| reports.event(event)).map_err(CommandError::internal)?;
-    reports.finish(&directory).map_err(CommandError::internal)?;
+    let mut feed = Feed::new(reporters(&args.report, &directory));
+    let outcome = execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
+    feed.finish()?;
     Ok(outcome.exit)
 }
 

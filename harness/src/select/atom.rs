@@ -3,7 +3,8 @@
 use std::fmt;
 
 use shardcheck_cases::{
-    AttentionCase, Body, Case, Family, MergeCase, MergePattern, Placement, Probe, StateView,
+    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, Placement, Probe,
+    StateView,
 };
 use shardcheck_engine::{CommBackend, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
@@ -69,6 +70,8 @@ pub enum TruthAxis {
     Qrep,
     /// Project before merge.
     Pbm,
+    /// No up-projection.
+    Latent,
 }
 
 /// An axis of free text.
@@ -97,7 +100,7 @@ pub enum Axis {
 
 impl Axis {
     /// All axes, in the order of the documentation.
-    pub const ALL: [Self; 26] = [
+    pub const ALL: [Self; 27] = [
         Self::Choice(ChoiceAxis::Family),
         Self::Text(TextAxis::Model),
         Self::Choice(ChoiceAxis::Probe),
@@ -117,6 +120,7 @@ impl Axis {
         Self::Choice(ChoiceAxis::Placement),
         Self::Truth(TruthAxis::Qrep),
         Self::Truth(TruthAxis::Pbm),
+        Self::Truth(TruthAxis::Latent),
         Self::Choice(ChoiceAxis::Dtype),
         Self::Choice(ChoiceAxis::Pattern),
         Self::Choice(ChoiceAxis::View),
@@ -156,6 +160,7 @@ impl Axis {
             },
             Self::Truth(TruthAxis::Qrep) => "qrep",
             Self::Truth(TruthAxis::Pbm) => "pbm",
+            Self::Truth(TruthAxis::Latent) => "latent",
             Self::Text(TextAxis::Id) => "id",
             Self::Text(TextAxis::Model) => "model",
             Self::Text(TextAxis::Prop) => "prop",
@@ -192,6 +197,7 @@ impl Axis {
             },
             Self::Truth(TruthAxis::Qrep) => "query replication is asked for",
             Self::Truth(TruthAxis::Pbm) => "projection before the merge is asked for",
+            Self::Truth(TruthAxis::Latent) => "the output stays in the latent space",
             Self::Text(TextAxis::Id) => "case id: a part of it unless marked",
             Self::Text(TextAxis::Model) => "model whose shape it is: the whole name unless marked",
             Self::Text(TextAxis::Prop) => {
@@ -205,6 +211,22 @@ impl Axis {
         Self::ALL.into_iter().find(|axis| axis.name() == name)
     }
 
+    /// Value of a case as text; `None` where the axis means nothing, and for `id` and `prop`, which a case does not hold.
+    pub fn value_of(self, case: &Case) -> Option<String> {
+        match self {
+            Self::Choice(axis) => axis.of(case).map(str::to_owned),
+            Self::Number(axis) => axis.of(case).map(|value| value.to_string()),
+            Self::Truth(axis) => axis.of(case).map(|value| value.to_string()),
+            Self::Text(TextAxis::Model) => attention(case).map(|c| c.model.clone()),
+            Self::Text(_) => None,
+        }
+    }
+
+    /// Names and values of all axes that mean something for a case.
+    pub fn values_of(case: &Case) -> Vec<(&'static str, String)> {
+        Self::ALL.into_iter().filter_map(|axis| Some((axis.name(), axis.value_of(case)?))).collect()
+    }
+
     /// The names that the axis can have, where they are a closed list.
     pub fn values(self) -> Vec<&'static str> {
         match self {
@@ -216,9 +238,9 @@ impl Axis {
     }
 }
 
-/// Names of the models that cases come from; empty: any name is taken.
+/// Names of the models that cases come from.
 fn known_models() -> Vec<&'static str> {
-    Vec::new()
+    Model::all().iter().map(|model| model.name.as_str()).chain([CUSTOM_MODEL]).collect()
 }
 
 impl ChoiceAxis {
@@ -309,6 +331,7 @@ impl TruthAxis {
         attention(case).map(|c| match self {
             Self::Qrep => c.configuration.query_replication,
             Self::Pbm => c.configuration.project_before_merge,
+            Self::Latent => c.latent_output,
         })
     }
 }

@@ -71,11 +71,24 @@ fn a_case_is_found_by_each_of_its_axes() {
         "placement(shuf)",
         "qrep(true)",
         "pbm(false)",
+        "latent(false)",
         "seed(7)",
         "id(tiny-mla)",
     ] {
         assert!(matches(expression), "{expression}");
         assert!(!matches(&format!("not {expression}")), "not {expression}");
+    }
+}
+
+#[test]
+fn what_a_case_says_of_its_axes_selects_it() {
+    for case in [sample::case(), merge_case()] {
+        let values = Axis::values_of(&case);
+        assert!(values.len() >= 8, "{values:?}");
+        for (axis, value) in values {
+            let expression = Expression::parse(&format!("{axis}({value})")).unwrap();
+            assert!(expression.may_match(&Subject { id: ID, case: &case, property: None }), "{expression}");
+        }
     }
 }
 
@@ -207,6 +220,7 @@ fn every_way_to_misspell_an_expression_has_its_own_error() {
         ("id(/open)", "between two slashes", 3),
         ("id(~)", "lacks a value", 3),
         ("kv(fp8)", "unknown kv \"fp8\"", 3),
+        ("model(tiny-mal)", "did you mean \"tiny-mla\"?", 6),
     ] {
         let error = Expression::parse(expression).unwrap_err();
         assert!(error.to_string().contains(expected), "{expression}: {error}");
@@ -330,11 +344,9 @@ fn atoms() -> impl Strategy<Value = Atom> {
             }
             Axis::Number(number) => Just(Atom::Number(number, numbers)).boxed(),
             Axis::Truth(truth) => any::<bool>().prop_map(move |wanted| Atom::Truth(truth, wanted)).boxed(),
-            Axis::Text(TextAxis::Model) if !axis.values().is_empty() => {
-                proptest::sample::select(axis.values())
-                    .prop_map(|name| Atom::Text(TextAxis::Model, vec![TextTest::Is(name.to_owned())]))
-                    .boxed()
-            }
+            Axis::Text(TextAxis::Model) => proptest::sample::select(axis.values())
+                .prop_map(|name| Atom::Text(TextAxis::Model, vec![TextTest::Is(name.to_owned())]))
+                .boxed(),
             Axis::Text(text) => proptest::collection::vec(text_tests(), 1..3)
                 .prop_map(move |tests| Atom::Text(text, tests))
                 .boxed(),

@@ -41,14 +41,15 @@ pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roun
     let in_f32 = (parts.len() + 4) as f64 * U32 * magnitude;
     match contract.merge {
         Merge::A2a | Merge::AgRsF32 => in_f32,
-        Merge::AgRsBf16 => in_f32 + in_bf16(parts, magnitude),
+        Merge::AgRsBf16 => in_f32 + in_bf16(contract, parts, magnitude),
     }
 }
 
 /// `Σ hulp(g(|o_r| + preR)(1 + 2^−8)) + Σ_{k=2}^{W−1} hulp(M_k + slack)`: each of the `W` products, and each of the
 /// `W − 2` inner sums of any reduction tree. `M_k` is the largest magnitude of a sum of at most `k` of the exact
-/// terms: their `k` largest or `k` smallest.
-fn in_bf16(parts: &[Contribution], magnitude: f64) -> f64 {
+/// terms: their `k` largest or `k` smallest. The last sum is the final rounding of the output, and counts (`k = W`)
+/// only where the output's format is finer than that.
+fn in_bf16(contract: &Contract, parts: &[Contribution], magnitude: f64) -> f64 {
     let roundoff = Dtype::Bf16.unit_roundoff();
     let count = parts.len() as f64;
     let products: f64 = parts
@@ -61,7 +62,8 @@ fn in_bf16(parts: &[Contribution], magnitude: f64) -> f64 {
     let mut terms: Vec<f64> = parts.iter().map(|part| part.weight * part.out).collect();
     terms.sort_unstable_by(f64::total_cmp);
     let (mut smallest, mut largest, mut reach, mut inner) = (0.0f64, 0.0f64, 0.0f64, 0.0);
-    for k in 1..parts.len() {
+    let last = if contract.output.unit_roundoff() < roundoff { parts.len() } else { parts.len() - 1 };
+    for k in 1..=last {
         smallest += terms[k - 1];
         largest += terms[parts.len() - k];
         reach = reach.max(smallest.abs()).max(largest.abs());
@@ -97,10 +99,19 @@ mod tests {
     }
 
     #[test]
+    fn an_output_finer_than_bf16_shows_the_last_sum_too() {
+        let coarse = Contract::bf16_default(Merge::AgRsBf16);
+        let fine = Contract { output: Dtype::F32, ..coarse.clone() };
+        let parts = [part(0.5, 1.0), part(0.5, 0.5)];
+        let more = merge_arithmetic(&fine, &parts, 0.0) - merge_arithmetic(&coarse, &parts, 0.0);
+        assert_eq!(more, 2f64.powi(-9));
+    }
+
+    #[test]
     fn an_inner_sum_reaches_the_largest_terms_of_one_sign() {
         // terms 0.5, 0.5, -0.5: an inner sum of two reaches 1, not the total 0.5
         let parts = [part(0.5, 1.0), part(0.5, 1.0), part(0.5, -1.0)];
-        let bound = in_bf16(&parts, 1.5);
+        let bound = in_bf16(&Contract::bf16_default(Merge::AgRsBf16), &parts, 1.5);
         assert!(bound >= 3.0 * 2f64.powi(-9) + 2f64.powi(-8), "{bound}");
     }
 }

@@ -113,19 +113,7 @@ pub fn certify_moments(
     contract: &Contract,
     keep_terms: bool,
 ) -> Result<Certified, Underivable> {
-    let mut certified = Certified {
-        rows: moments.rows,
-        heads: moments.heads,
-        v_dim: moments.v_dim,
-        world: moments.parts,
-        out: Vec::new(),
-        lse: Vec::new(),
-        pre: Vec::new(),
-        lse_bound: Vec::new(),
-        practical_lse_bound: Vec::new(),
-        partials: vec![CertifiedPart::default(); moments.parts],
-        terms: keep_terms.then(Vec::new),
-    };
+    let mut certified = Certified::empty(moments, keep_terms);
     for row in 0..moments.rows {
         for head in 0..moments.heads {
             let bound = bound_state(moments, contract, row, head)?;
@@ -136,7 +124,25 @@ pub fn certify_moments(
 }
 
 impl Certified {
-    fn push(&mut self, moments: &Moments, contract: &Contract, index: usize, bound: StateBound) {
+    /// Without any state yet.
+    pub(super) fn empty(moments: &Moments, keep_terms: bool) -> Self {
+        Self {
+            rows: moments.rows,
+            heads: moments.heads,
+            v_dim: moments.v_dim,
+            world: moments.parts,
+            out: Vec::new(),
+            lse: Vec::new(),
+            pre: Vec::new(),
+            lse_bound: Vec::new(),
+            practical_lse_bound: Vec::new(),
+            partials: vec![CertifiedPart::default(); moments.parts],
+            terms: keep_terms.then(Vec::new),
+        }
+    }
+
+    /// Appends the state `index` of `moments` with its bound.
+    pub(super) fn push(&mut self, moments: &Moments, contract: &Contract, index: usize, bound: StateBound) {
         let state = &moments.states[index];
         self.out.extend(&state.out);
         self.lse.push(state.lse);

@@ -32,6 +32,22 @@ pub struct Terms {
     pub rest: Vec<f64>,
 }
 
+impl Terms {
+    /// `[v_dim]`: the sum of all terms.
+    pub fn total(&self) -> Vec<f64> {
+        (0..self.score.len())
+            .map(|d| {
+                self.score[d]
+                    + self.probability[d]
+                    + self.sum[d]
+                    + self.partial[d]
+                    + self.merge[d]
+                    + self.rest[d]
+            })
+            .collect()
+    }
+}
+
 /// The bound of one part's own output and LSE.
 #[derive(Debug, Clone, PartialEq)]
 pub struct PartBound {
@@ -52,6 +68,8 @@ pub struct StateBound {
     pub lse_bound: f64,
     /// Practical bound on the LSE, where its gate holds.
     pub practical_lse_bound: Option<f64>,
+    /// `η`, the error of the merge weights' exponents; 0 without a merge.
+    pub merge_weight_error: f64,
     /// `[parts]`.
     pub parts: Vec<PartBound>,
     /// The terms that `pre` is the sum of.
@@ -78,7 +96,7 @@ struct RowErrors {
     exact_max: bool,
 }
 
-/// The bound of the state `(row, head)` of `moments` under `contract`.
+/// The bound of the state `(row, head)` of `moments` under `contract`, its parts being merged at once.
 ///
 /// # Errors
 /// [`Underivable`] where the contract and the data admit any result.
@@ -88,13 +106,24 @@ pub fn bound_state(
     row: usize,
     head: usize,
 ) -> Result<StateBound, Underivable> {
+    bound_state_merged(moments, contract, row, head, 1)
+}
+
+/// The same with `merges` merges one after another, each of which gets its weights wrong by `η`.
+pub(super) fn bound_state_merged(
+    moments: &Moments,
+    contract: &Contract,
+    row: usize,
+    head: usize,
+    merges: usize,
+) -> Result<StateBound, Underivable> {
     let state = &moments.states[row * moments.heads + head];
     let summed = summation(contract, state.tokens);
     if !summed.is_finite() || !super::gamma(moments.qk_dim, contract.u_acc).is_finite() {
         let additions = contract.depth_for(state.tokens).max(moments.qk_dim);
         return Err(Underivable::TooDeep { additions, unit_roundoff: contract.u_acc });
     }
-    let errors = row_errors(moments, contract, state);
+    let errors = row_errors(moments, contract, state, merges);
     if errors.mean >= 1.0 {
         return Err(Underivable::WeightError { row, head, weight_error: errors.mean });
     }
@@ -127,17 +156,18 @@ pub fn bound_state(
         lse_bound: lse::certified(contract, state.tokens, state.lse, errors.own_mean, rounding)
             + if state.lse == f64::NEG_INFINITY { 0.0 } else { errors.eta },
         practical_lse_bound: lse::practical(contract, moments.qk_dim, state),
+        merge_weight_error: errors.eta,
         parts,
         terms,
     })
 }
 
-fn row_errors(moments: &Moments, contract: &Contract, state: &State) -> RowErrors {
+fn row_errors(moments: &Moments, contract: &Contract, state: &State, merges: usize) -> RowErrors {
     let own = ExponentError::of_state(contract, moments.qk_dim, moments.softcap, state);
     let reach = (state.tokens.max(1) as f64).ln();
     let largest_lse =
         state.max_abs_score.max(if state.lse.is_finite() { state.lse.abs() } else { 0.0 } + reach);
-    let eta = merge_weight_error(contract, state.parts.len(), largest_lse);
+    let eta = merges as f64 * merge_weight_error(contract, state.parts.len(), largest_lse);
     let merged = own.with_merge(eta);
     let sink_share = |error: &ExponentError, power: i32| {
         state.sink.map_or(0.0, |(logit, p)| p * error.at(0.0, logit.abs()).exp_m1().powi(power))

@@ -7,6 +7,7 @@ use shardcheck_formats::recipe::Counter;
 use shardcheck_formats::single::round_bf16;
 use shardcheck_references::attention::plain::Problem;
 use shardcheck_references::layout::Layout;
+use shardcheck_references::split::Split;
 use shardcheck_references::visibility::Visible;
 
 /// Additions that one matrix instruction makes at once.
@@ -70,7 +71,83 @@ pub fn attend(
     returned
 }
 
-fn round_to(dtype: Dtype, x: f32) -> f32 {
+/// Attends to consecutive chunks and merges each into a running output that is stored in the partial format.
+pub fn attend_chain(
+    problem: &Problem,
+    chunk_tokens: &[usize],
+    visible: &[Visible],
+    contract: &Contract,
+    habits: Habits,
+    random: &mut Counter,
+) -> Returned {
+    let split = Split::Chunks(chunk_tokens);
+    let mut returned =
+        Returned { partials: vec![Default::default(); chunk_tokens.len()], ..Returned::default() };
+    for (row, seen) in visible.iter().enumerate() {
+        let chunks = split.positions(seen);
+        for head in 0..problem.heads {
+            let mut running = None;
+            for (chunk, positions) in chunks.iter().enumerate() {
+                let (mut out, lse) = partial(problem, (row, head), positions, contract, habits, random);
+                if chunks.len() > 1 {
+                    out.iter_mut().for_each(|x| *x = round_to(contract.partial, *x));
+                }
+                returned.partials[chunk].0.extend(out.iter().map(|x| f64::from(*x)));
+                returned.partials[chunk].1.push(f64::from(lse));
+                running = Some(match running {
+                    None => (out, lse),
+                    Some(before) => {
+                        let (mut out, lse) = merge_two(&before, &(out, lse), random.below(2) == 0);
+                        if chunk + 1 < chunks.len() {
+                            out.iter_mut().for_each(|x| *x = round_to(contract.partial, *x));
+                        }
+                        (out, lse)
+                    }
+                });
+            }
+            let (out, lse) = running.expect("at least one chunk");
+            returned.out.extend(out.iter().map(|x| f64::from(round_to(contract.output, *x))));
+            returned.lse.push(f64::from(lse));
+        }
+    }
+    returned
+}
+
+/// Two-state merge, with weights that are normalised once more or not.
+fn merge_two(a: &(Vec<f32>, f32), b: &(Vec<f32>, f32), normalise: bool) -> (Vec<f32>, f32) {
+    let max = a.1.max(b.1);
+    if max == f32::NEG_INFINITY {
+        return (vec![0.0; a.0.len()], max);
+    }
+    let (p, q) = ((a.1 - max).exp(), (b.1 - max).exp());
+    let lse = max + (p + q).ln();
+    let (wa, wb) =
+        if normalise { (p / (p + q), q / (p + q)) } else { ((a.1 - lse).exp(), (b.1 - lse).exp()) };
+    let weighted = |w: f32, x: f32| if w == 0.0 { 0.0 } else { w * x };
+    (a.0.iter().zip(&b.0).map(|(x, y)| weighted(wa, *x) + weighted(wb, *y)).collect(), lse)
+}
+
+/// `[heads, v_dim]` from stored `[heads, latent]` by weights `[heads, latent, v_dim]`, block by block in binary32.
+pub fn project(latent: &[f64], weights: &[f32], latent_dim: usize, v_dim: usize, truncate: bool) -> Vec<f32> {
+    latent
+        .chunks_exact(latent_dim)
+        .zip(weights.chunks_exact(latent_dim * v_dim))
+        .flat_map(|(latent, weights)| {
+            (0..v_dim).map(move |v| {
+                latent.chunks(BLOCK).enumerate().fold(0f32, |sum, (block, latent)| {
+                    let products = latent
+                        .iter()
+                        .enumerate()
+                        .map(|(i, x)| x * f64::from(weights[(block * BLOCK + i) * v_dim + v]));
+                    accumulate(sum, products.sum(), truncate)
+                })
+            })
+        })
+        .collect()
+}
+
+/// `x` rounded to a format.
+pub fn round_to(dtype: Dtype, x: f32) -> f32 {
     match dtype {
         Dtype::Bf16 => round_bf16(x),
         Dtype::F32 => x,
@@ -147,7 +224,8 @@ fn product(problem: &Problem, row: usize, head: usize, token: usize, truncate: b
     sum
 }
 
-fn merge(contract: &Contract, partials: &[(Vec<f32>, f32)], random: &mut Counter) -> (Vec<f32>, f32) {
+/// A merge of `[parts]` pairs of output and LSE.
+pub fn merge(contract: &Contract, partials: &[(Vec<f32>, f32)], random: &mut Counter) -> (Vec<f32>, f32) {
     let max = partials.iter().map(|partial| partial.1).fold(f32::NEG_INFINITY, f32::max);
     if max == f32::NEG_INFINITY {
         return (vec![0.0; partials[0].0.len()], max);
