@@ -244,7 +244,7 @@ impl<'a> Shape<'a> {
     /// Deviation of the scores that noise makes.
     fn noise_score(&self) -> f32 {
         match self.case.probe {
-            Probe::NewestDominant => 0.35,
+            Probe::NewestDominant => 0.25,
             Probe::ForbiddenPoison | Probe::Sink => 0.5,
             _ => 1.0,
         }
