@@ -186,11 +186,34 @@ fn the_first_forbidden_key_of_a_causal_row_outscores_all_that_it_sees_and_carrie
                 row.scores[row.visible]
             );
             let value = &values[row.request][row.visible * width + row.kv_head * value_dim..][..value_dim];
-            let largest = value.iter().copied().fold(0.0, f32::max);
+            let largest = value.iter().map(|value| value.abs()).fold(0.0, f32::max);
             assert!(f64::from(largest) > 3.0 * typical, "{}: value {largest}, others {typical}", row.label);
             forbidden += 1;
         }
         assert!(forbidden > 0);
+    }
+}
+
+#[test]
+fn rows_beyond_the_steering_elements_are_poisoned_on_a_higher_level_and_with_the_other_sign() {
+    // six elements of tiny-mha steer, eight of tiny-gqa and tiny-mla
+    for (inputs, rows) in all(Family::Context, "20+15.seq.c9", "forbidden-poison") {
+        let values = inputs.held_values(&conventions());
+        let width = values[0].len() / 35;
+        let mut shared = 0;
+        for row in rows.iter().filter(|row| row.visible < 35) {
+            let mut order: Vec<usize> = (0..=row.visible).collect();
+            order.sort_by(|a, b| row.scores[*b].total_cmp(&row.scores[*a]));
+            assert_eq!(order[0], row.visible, "{}", row.label);
+            let (first, second) = (row.scores[order[0]], row.scores[order[1]]);
+            assert!(first > second + 10.0, "{}: {first} against {second}", row.label);
+            if second > 10.0 {
+                // the visible poison of a lower level, which must not look like its own
+                assert!(values[0][order[0] * width] != values[0][order[1] * width], "{}", row.label);
+                shared += 1;
+            }
+        }
+        assert!(shared > 0);
     }
 }
 
@@ -210,8 +233,7 @@ fn stale_slots_behind_a_request_outscore_all_that_its_rows_see() {
     for family in [Family::Decode, Family::Verify, Family::Draft] {
         let workload = if family == Family::Decode { "40+1_6+1.seq" } else { "40+3_6+2.seq" };
         for (inputs, rows) in all(family, workload, "forbidden-poison") {
-            let (heads, dim) =
-                (inputs.case.configuration.total_heads(), inputs.case.configuration.attention.qk_dim());
+            let dim = inputs.case.configuration.attention.qk_dim();
             assert!(inputs.stale_keys.iter().any(|keys| !keys.is_empty()), "{}", rows[0].label);
             for (index, row) in rows.iter().enumerate() {
                 let query = &inputs.query[index * dim..][..dim];
