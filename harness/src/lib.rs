@@ -1,5 +1,6 @@
 //! The harness: select → run → judge → explain → report.
 
+pub mod diff;
 pub mod event;
 pub mod finding;
 pub mod nearest;
