@@ -2,6 +2,7 @@
 
 pub mod diff;
 pub mod event;
+pub mod explain;
 pub mod finding;
 pub mod nearest;
 pub mod record;
