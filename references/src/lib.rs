@@ -1,1 +1,24 @@
-//! Placeholder.
+//! The oracle: what a context-parallel attention engine has to compute, and how far it may be from it.
+//!
+//! Everything here is a pure function of its arguments. Nothing reads a file, starts an engine or
+//! shares code with one, so that agreement between an engine and this crate means something.
+//!
+//! * [`layout`] — which rank owns a token, and in which slot of its cache.
+//! * [`chunk`] — how a cached context is gathered in chunks for prefill.
+//! * [`visibility`] — which tokens a query row may see.
+//! * [`attention`] — softmax attention over the visible tokens, twice: as a definition and fast.
+//! * [`exp`] — elementary functions that give the same bits everywhere.
+//! * [`merge`] — partial results joined by log-sum-exp.
+//! * [`split`] — which part of a merge a token belongs to.
+//! * [`moments`] — what a bound needs to know of the data.
+//! * [`bound`] — how far a conforming engine may be off, element by element.
+
+pub mod attention;
+pub mod bound;
+pub mod chunk;
+pub mod exp;
+pub mod layout;
+pub mod merge;
+pub mod moments;
+pub mod split;
+pub mod visibility;

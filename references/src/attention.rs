@@ -1,0 +1,5 @@
+//! Softmax attention in float64: the definition, the fast form that must agree with it, and what leads to it.
+
+pub mod mla;
+pub mod plain;
+pub mod rope;

@@ -1,0 +1,117 @@
+//! Rounding in the merge of partial outputs: E4, E5 and what a reduce-scatter adds.
+
+use super::U32;
+use shardcheck_formats::codec::half_ulp;
+use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::dtype::Dtype;
+
+/// One part's contribution to an output element.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Contribution {
+    /// Merge weight `g`.
+    pub weight: f64,
+    /// Exact partial output `o_r`.
+    pub out: f64,
+    /// Bound on the partial's error before it is rounded, `preR`.
+    pub pre: f64,
+}
+
+impl Contribution {
+    /// Largest magnitude that the partial may have before it is rounded.
+    fn magnitude(&self) -> f64 {
+        self.out.abs() + self.pre
+    }
+}
+
+/// E4: `Σ g·hulp(|o_r| + preR)`, partial outputs rounded to the format in which they travel.
+pub(super) fn partial_rounding(parts: &[Contribution], partial: Dtype) -> f64 {
+    parts.iter().map(|part| part.weight * half_ulp(partial, part.magnitude())).sum()
+}
+
+/// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the format
+/// in which the partials arrive.
+pub(super) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
+    parts.iter().map(|part| part.weight * part.magnitude() * (1.0 + roundoff)).sum()
+}
+
+/// E5 without the common error of the weights: `(W + 4)u·G` for products and sums in binary32, and for a merge in
+/// bf16 the rounding of every product and of every sum but the last, which is the final rounding.
+pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roundoff: f64) -> f64 {
+    let magnitude = merged_magnitude(parts, roundoff);
+    let in_f32 = (parts.len() + 4) as f64 * U32 * magnitude;
+    match contract.merge {
+        Merge::A2a | Merge::AgRsF32 => in_f32,
+        Merge::AgRsBf16 => in_f32 + in_bf16(contract, parts, magnitude),
+    }
+}
+
+/// `Σ hulp(g(|o_r| + preR)(1 + 2^−8)) + Σ_{k=2}^{W−1} hulp(M_k + slack)`: each of the `W` products, and each of the
+/// `W − 2` inner sums of any reduction tree. `M_k` is the largest magnitude of a sum of at most `k` of the exact
+/// terms: their `k` largest or `k` smallest. The last sum is the final rounding of the output, and counts (`k = W`)
+/// only where the output's format is finer than that.
+fn in_bf16(contract: &Contract, parts: &[Contribution], magnitude: f64) -> f64 {
+    let roundoff = Dtype::Bf16.unit_roundoff();
+    let count = parts.len() as f64;
+    let products: f64 = parts
+        .iter()
+        .map(|part| half_ulp(Dtype::Bf16, part.weight * part.magnitude() * (1.0 + roundoff)))
+        .sum();
+    let moved: f64 =
+        parts.iter().map(|part| part.weight * (part.pre + 2.0 * roundoff * part.out.abs())).sum();
+    let slack = (1.0 + count * roundoff) * moved + count * roundoff * magnitude;
+    let mut terms: Vec<f64> = parts.iter().map(|part| part.weight * part.out).collect();
+    terms.sort_unstable_by(f64::total_cmp);
+    let (mut smallest, mut largest, mut reach, mut inner) = (0.0f64, 0.0f64, 0.0f64, 0.0);
+    let last = if contract.output.unit_roundoff() < roundoff { parts.len() } else { parts.len() - 1 };
+    for k in 1..=last {
+        smallest += terms[k - 1];
+        largest += terms[parts.len() - k];
+        reach = reach.max(smallest.abs()).max(largest.abs());
+        if k >= 2 {
+            inner += half_ulp(Dtype::Bf16, reach + slack);
+        }
+    }
+    products + inner
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn part(weight: f64, out: f64) -> Contribution {
+        Contribution { weight, out, pre: 0.0 }
+    }
+
+    #[test]
+    fn partials_in_f32_lose_less_than_partials_in_bf16() {
+        let parts = [part(0.5, 1.0), part(0.5, -3.0)];
+        assert_eq!(partial_rounding(&parts, Dtype::Bf16), 0.5 * 2f64.powi(-8) + 0.5 * 2f64.powi(-7));
+        assert!(partial_rounding(&parts, Dtype::F32) < partial_rounding(&parts, Dtype::Bf16) * 1e-4);
+    }
+
+    #[test]
+    fn two_ranks_in_bf16_round_two_products_and_no_inner_sum() {
+        let contract = Contract::bf16_default(Merge::AgRsBf16);
+        let parts = [part(0.5, 1.0), part(0.5, 1.0)];
+        let in_f32 = merge_arithmetic(&Contract::bf16_default(Merge::AgRsF32), &parts, 0.0);
+        let products = 2.0 * half_ulp(Dtype::Bf16, 0.5 * (1.0 + 2f64.powi(-8)));
+        assert_eq!(merge_arithmetic(&contract, &parts, 0.0), in_f32 + products);
+    }
+
+    #[test]
+    fn an_output_finer_than_bf16_shows_the_last_sum_too() {
+        let coarse = Contract::bf16_default(Merge::AgRsBf16);
+        let fine = Contract { output: Dtype::F32, ..coarse.clone() };
+        let parts = [part(0.5, 1.0), part(0.5, 0.5)];
+        let more = merge_arithmetic(&fine, &parts, 0.0) - merge_arithmetic(&coarse, &parts, 0.0);
+        assert_eq!(more, 2f64.powi(-9));
+    }
+
+    #[test]
+    fn an_inner_sum_reaches_the_largest_terms_of_one_sign() {
+        // terms 0.5, 0.5, -0.5: an inner sum of two reaches 1, not the total 0.5
+        let parts = [part(0.5, 1.0), part(0.5, 1.0), part(0.5, -1.0)];
+        let bound = in_bf16(&Contract::bf16_default(Merge::AgRsBf16), &parts, 1.5);
+        assert!(bound >= 3.0 * 2f64.powi(-9) + 2f64.powi(-8), "{bound}");
+    }
+}

@@ -1,0 +1,360 @@
+//! The bound of attention followed by an up-projection per head, `y = o·W_UV`, after the merge or before it.
+//!
+//! Errors that are common to all numbers of a token's value — its softmax weight, the rounding of its probability —
+//! pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the values
+//! `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
+
+use super::accumulation::{Contribution, merge_arithmetic, partial_rounding};
+use super::output::{StateBound, Terms, bound_state};
+use super::{Certified, CertifiedPart, certify_moments, gamma};
+use crate::attention::plain::{Element, Problem, Values};
+use crate::layout::Layout;
+use crate::moments::{Moments, State, Underivable};
+use crate::split::Split;
+use crate::visibility::Visible;
+use shardcheck_formats::codec::half_ulp;
+use shardcheck_formats::contract::Contract;
+use std::fmt;
+use std::str::FromStr;
+use thiserror::Error;
+
+/// When the outputs are projected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum ProjectionOrder {
+    /// The merged latent output is stored in the contract's output format, then projected.
+    AfterMerge,
+    /// Each rank projects its stored partial (ATOM "project before merge"), so that shorter vectors travel.
+    BeforeMerge,
+}
+
+/// A name that is no projection order.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("unknown projection order `{0}`: use after_merge or before_merge")]
+pub struct UnknownProjectionOrder(pub String);
+
+impl ProjectionOrder {
+    /// Both orders.
+    pub const ALL: [Self; 2] = [Self::AfterMerge, Self::BeforeMerge];
+
+    /// The name used in files and on the command line.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AfterMerge => "after_merge",
+            Self::BeforeMerge => "before_merge",
+        }
+    }
+}
+
+impl fmt::Display for ProjectionOrder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(self.name())
+    }
+}
+
+impl FromStr for ProjectionOrder {
+    type Err = UnknownProjectionOrder;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let known = Self::ALL.into_iter().find(|order| order.name() == text);
+        known.ok_or_else(|| UnknownProjectionOrder(text.to_owned()))
+    }
+}
+
+/// An up-projection per head, of exact weights.
+#[derive(Debug, Clone, Copy)]
+pub struct UpProjection<'a> {
+    /// `W_UV`, `[heads, latent, v_dim]`, where `latent` is the problem's `v_dim`.
+    pub weights: &'a [f32],
+    /// Length of a projected vector, `V`.
+    pub v_dim: usize,
+}
+
+/// Bounds before and after the projection.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CertifiedProjection {
+    /// The latent results: merged output, partials and LSEs.
+    pub latent: Certified,
+    /// The projected output. Its partials are the projected ones if the projection comes before the merge; otherwise
+    /// there are none.
+    pub projected: Certified,
+}
+
+/// The bound of `y = o·W_UV`. Exact weights, accumulation at the contract's `u_acc` in any order, one rounding of `y`
+/// at the end (for [`super::interval`]) and, before a merge, of each rank's `y_r` to the partial format.
+///
+/// Beside E1 and E2 of the projected values, with `L(x) = Σ_c x_c·|W_c|`:
+///
+/// ```text
+/// after:   L(E3 + E4 + E5 + rest) + L(hulp_output(|o| + pre)) + γ(R, u_acc)·L(|o| + pre + hulp)
+/// before:  L(E3 + rest) + Σ_r g_r·[ L(hulp_partial(|o_r| + preR)) + γ(R, u_acc)·L(|o_r| + preR + hulp) ]
+///          + Σ_r g_r·hulp_partial(|y_r| + preY_r) + merge arithmetic of the y_r
+/// preY_r = preR of the projected values + L(2.1·(γ(h, u_acc) + γ(h, u) + 3u)·Σp|v|) + the bracket above
+/// ```
+///
+/// # Errors
+/// [`Underivable`].
+///
+/// # Panics
+/// The shapes do not fit.
+pub fn certify_projected<T: Element>(
+    problem: &Problem<T>,
+    layout: &Layout,
+    visible: &[Visible],
+    contract: &Contract,
+    projection: &UpProjection,
+    order: ProjectionOrder,
+) -> Result<CertifiedProjection, Underivable> {
+    let (latent_dim, v_dim) = (problem.v_dim, projection.v_dim);
+    assert_eq!(
+        projection.weights.len(),
+        problem.heads * latent_dim * v_dim,
+        "weights are not [heads, latent, v_dim]"
+    );
+    let moments = Moments::collect(problem, Split::Ranks(layout), visible)?;
+    let latent = certify_moments(&moments, contract, false)?;
+    let by_head = (0..problem.heads)
+        .map(|head| project_head(problem, layout, visible, projection, head))
+        .collect::<Result<Vec<_>, _>>()?;
+    let mut projected = Certified { v_dim, partials: Vec::new(), ..Certified::empty(&by_head[0], true) };
+    projected.heads = problem.heads;
+    if order == ProjectionOrder::BeforeMerge {
+        projected.partials = vec![CertifiedPart::default(); layout.world()];
+    }
+    for row in 0..moments.rows {
+        for head in 0..moments.heads {
+            let index = row * moments.heads + head;
+            let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
+            let one = One {
+                contract,
+                absolute: weights.iter().map(|w| f64::from(w.abs())).collect(),
+                latent: &moments.states[index],
+                latent_bound: bound_state(&moments, contract, row, head)?,
+                values: &by_head[head].states[row],
+                values_bound: bound_state(&by_head[head], contract, row, 0)?,
+            };
+            one.push(order, &mut projected);
+        }
+    }
+    Ok(CertifiedProjection { latent, projected })
+}
+
+/// Moments of one head over the projected values; every row is a state.
+fn project_head<T: Element>(
+    problem: &Problem<T>,
+    layout: &Layout,
+    visible: &[Visible],
+    projection: &UpProjection,
+    head: usize,
+) -> Result<Moments, Underivable> {
+    let (latent_dim, v_dim, kv_head) = (problem.v_dim, projection.v_dim, problem.kv_head(head));
+    let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
+    let query: Vec<f64> =
+        (0..problem.rows()).flat_map(|row| problem.query_at(row, head)).map(|x| (*x).into()).collect();
+    let end = visible.iter().map(Visible::end).max().unwrap_or(0);
+    let mut key = vec![0.0; end * problem.qk_dim];
+    let mut value = vec![0.0; end * v_dim];
+    for token in (0..end).filter(|&token| visible.iter().any(|seen| seen.contains(token))) {
+        let stored = problem.key_at(token, kv_head);
+        for (to, from) in key[token * problem.qk_dim..].iter_mut().zip(stored) {
+            *to = (*from).into();
+        }
+        let projected = &mut value[token * v_dim..(token + 1) * v_dim];
+        for (x, row) in problem.value_at(token, kv_head).iter().zip(weights.chunks_exact(v_dim)) {
+            let x: f64 = (*x).into();
+            for (sum, weight) in projected.iter_mut().zip(row) {
+                *sum += x * f64::from(*weight);
+            }
+        }
+    }
+    let sink = problem.sink.map(|sink| [sink[head]]);
+    let head_problem = Problem {
+        heads: 1,
+        kv_heads: 1,
+        qk_dim: problem.qk_dim,
+        v_dim,
+        scale: problem.scale,
+        query: &query,
+        key: &key,
+        value: Values::Separate(&value),
+        sink: sink.as_ref().map(|sink| sink.as_slice()),
+        softcap: problem.softcap,
+    };
+    Moments::collect(&head_problem, Split::Ranks(layout), visible)
+}
+
+/// One state before and after the projection.
+struct One<'a> {
+    contract: &'a Contract,
+    /// `|W_UV|` of the head, `[latent, v_dim]`.
+    absolute: Vec<f64>,
+    latent: &'a State,
+    latent_bound: StateBound,
+    values: &'a State,
+    values_bound: StateBound,
+}
+
+impl One<'_> {
+    fn v_dim(&self) -> usize {
+        self.values.out.len()
+    }
+
+    /// `L(x) = Σ_c x_c·|W_c|`, `[v_dim]`.
+    fn spread(&self, x: impl Fn(usize) -> f64) -> Vec<f64> {
+        let mut sum = vec![0.0; self.v_dim()];
+        for (c, row) in self.absolute.chunks_exact(self.v_dim()).enumerate() {
+            let x = x(c);
+            for (sum, weight) in sum.iter_mut().zip(row) {
+                *sum += x * weight;
+            }
+        }
+        sum
+    }
+
+    /// Relative error of a product with `W_UV`.
+    fn product_error(&self) -> f64 {
+        gamma(self.latent.out.len(), self.contract.u_acc)
+    }
+
+    fn push(&self, order: ProjectionOrder, projected: &mut Certified) {
+        let terms = match order {
+            ProjectionOrder::AfterMerge => self.after(),
+            ProjectionOrder::BeforeMerge => self.before(&mut projected.partials),
+        };
+        projected.out.extend(&self.values.out);
+        projected.lse.push(self.latent.lse);
+        projected.pre.extend(terms.total());
+        projected.lse_bound.push(self.latent_bound.lse_bound);
+        projected.practical_lse_bound.push(self.latent_bound.practical_lse_bound);
+        if let Some(kept) = &mut projected.terms {
+            kept.push(terms);
+        }
+    }
+
+    fn after(&self) -> Terms {
+        let (own, error) = (&self.latent_bound.terms, self.product_error());
+        let stored = |c: usize| {
+            let magnitude = self.latent.out[c].abs() + self.latent_bound.pre[c];
+            (magnitude, half_ulp(self.contract.output, magnitude))
+        };
+        let product = self.spread(|c| error * (stored(c).0 + stored(c).1));
+        let sum = self.spread(|c| own.sum[c]);
+        let values = &self.values_bound.terms;
+        Terms {
+            score: values.score.clone(),
+            probability: values.probability.clone(),
+            sum: add(&sum, &product),
+            partial: self.spread(|c| own.partial[c] + stored(c).1),
+            merge: self.spread(|c| own.merge[c]),
+            rest: add(&values.rest, &self.spread(|c| own.rest[c])),
+        }
+    }
+
+    fn before(&self, partials: &mut [CertifiedPart]) -> Terms {
+        let (own, values, error) = (&self.latent_bound.terms, &self.values_bound.terms, self.product_error());
+        let summed = super::summation(self.contract, self.latent.tokens);
+        let merged = self.latent.parts.len() > 1;
+        let mut terms = Terms {
+            score: values.score.clone(),
+            probability: values.probability.clone(),
+            sum: self.spread(|c| own.sum[c]),
+            partial: vec![0.0; self.v_dim()],
+            merge: vec![0.0; self.v_dim()],
+            rest: add(&values.rest, &self.spread(|c| own.rest[c])),
+        };
+        let mut shares = vec![Vec::new(); self.v_dim()];
+        for (rank, part) in self.latent.parts.iter().enumerate() {
+            let pre = &self.latent_bound.parts[rank].pre;
+            let magnitude = |c: usize| part.out[c].abs() + pre[c];
+            let stored = self.spread(|c| half_ulp(self.contract.partial, magnitude(c)));
+            let product =
+                self.spread(|c| error * (magnitude(c) + half_ulp(self.contract.partial, magnitude(c))));
+            let sums = self.spread(|c| 2.1 * summed * part.abs[c]);
+            for v in 0..self.v_dim() {
+                terms.partial[v] += part.weight * stored[v];
+                terms.sum[v] += part.weight * product[v];
+                let pre = self.values_bound.parts[rank].pre[v] + sums[v] + stored[v] + product[v];
+                shares[v].push(Contribution {
+                    weight: part.weight,
+                    out: self.values.parts[rank].out[v],
+                    pre,
+                });
+            }
+            self.push_partial(&mut partials[rank], rank, &shares);
+        }
+        if merged {
+            let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();
+            let roundoff = self.contract.partial.unit_roundoff();
+            for v in 0..self.v_dim() {
+                terms.partial[v] += partial_rounding(&shares[v], self.contract.partial);
+                let before = terms.score[v] + terms.probability[v] + terms.sum[v] + terms.partial[v];
+                terms.merge[v] = merge_arithmetic(self.contract, &shares[v], roundoff)
+                    + (self.values.out[v].abs() + before) * unnormalised;
+            }
+        }
+        terms
+    }
+
+    fn push_partial(&self, partial: &mut CertifiedPart, rank: usize, shares: &[Vec<Contribution>]) {
+        let (part, bound) = (&self.latent.parts[rank], &self.latent_bound.parts[rank]);
+        for share in shares.iter().map(|shares| shares[rank]) {
+            partial.out.push(share.out);
+            partial.pre.push(share.pre + half_ulp(self.contract.partial, share.out.abs() + share.pre));
+        }
+        partial.lse.push(part.lse);
+        partial.weight.push(part.weight);
+        partial.lse_bound.push(bound.lse_bound);
+        partial.practical_lse_bound.push(bound.practical_lse_bound);
+    }
+}
+
+fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
+    a.iter().zip(b).map(|(a, b)| a + b).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardcheck_formats::contract::Merge;
+    use shardcheck_formats::recipe::Counter;
+
+    #[test]
+    fn the_exact_projection_is_the_projection_of_the_exact_latent() {
+        let mut random = Counter::new(9, 0);
+        let mut draw = |count: usize| (0..count).map(|_| random.gaussian() as f32).collect::<Vec<_>>();
+        let (heads, qk_dim, latent, v_dim, tokens) = (2, 6, 5, 3, 20);
+        let (query, key, weights) =
+            (draw(heads * qk_dim), draw(tokens * qk_dim), draw(heads * latent * v_dim));
+        let problem = Problem::new(heads, 1, qk_dim, latent, 0.4, &query, &key, Values::KeyPrefix);
+        let layout = Layout::new(3, 1, 1).unwrap();
+        let contract = Contract::bf16_default(Merge::A2a);
+        let projection = UpProjection { weights: &weights, v_dim };
+        for order in ProjectionOrder::ALL {
+            let visible = [Visible::Prefix(tokens)];
+            let both = certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap();
+            for head in 0..heads {
+                for v in 0..v_dim {
+                    let exact: f64 = (0..latent)
+                        .map(|c| {
+                            both.latent.out[head * latent + c]
+                                * f64::from(weights[(head * latent + c) * v_dim + v])
+                        })
+                        .sum();
+                    approx::assert_abs_diff_eq!(exact, both.projected.out[head * v_dim + v], epsilon = 1e-13);
+                }
+            }
+            assert_eq!(both.projected.lse, both.latent.lse);
+            assert_eq!(
+                both.projected.partials.len(),
+                if order == ProjectionOrder::BeforeMerge { 3 } else { 0 }
+            );
+        }
+    }
+
+    #[test]
+    fn orders_are_known_by_name() {
+        for order in ProjectionOrder::ALL {
+            assert_eq!(order.to_string().parse(), Ok(order));
+        }
+        assert!("during".parse::<ProjectionOrder>().is_err());
+    }
+}
