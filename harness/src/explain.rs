@@ -159,11 +159,14 @@ impl<'a> Explainer<'a> {
         self
     }
 
-    /// The text on a word. A name that is known in several places gets the text of each.
+    /// The text on a word; `topics` gives the index. A name that is known in several places gets the text of each.
     ///
     /// # Errors
     /// [`UnknownWord`], with what was most likely meant.
     pub fn explain(&self, word: &str) -> Result<String, UnknownWord> {
+        if word == "topics" {
+            return Ok(self.index());
+        }
         let mut parts = Vec::new();
         if let Ok(topic) = word.parse::<Topic>() {
             parts.push(format!("{}\n\n{}", topic.headline(), topic.text()));

@@ -210,7 +210,7 @@ impl RunDirectory {
     /// As [`read_events`], and [`RunDirectoryError::NotWritable`].
     pub fn finish(&mut self) -> Result<Results, RunDirectoryError> {
         let results = read_events(&self.path)?.results();
-        let text = serde_json::to_string_pretty(&results).expect("results are plain data");
+        let text = serde_json::to_string(&results).expect("results are plain data");
         write_atomically(&self.path.join(RESULTS_FILE), &(text + "\n"))?;
         Ok(results)
     }

@@ -133,6 +133,16 @@ fn results_of_an_earlier_end_do_not_outlive_a_resume() {
 }
 
 #[test]
+fn a_resume_that_is_killed_does_not_show_the_end_of_the_run_before_it() {
+    let (_root, mut directory) = fresh();
+    let end = Event::RunFinished { counts: Default::default(), elapsed_s: 1.0, exit_code: 3 };
+    directory.append(&end).unwrap();
+    assert_eq!(read_events(directory.path()).unwrap().finished.unwrap().exit_code, 3);
+    directory.append(&Event::CaseJudged(sample::passed("decode/a", 0.5))).unwrap();
+    assert_eq!(read_events(directory.path()).unwrap().finished, None);
+}
+
+#[test]
 fn a_whole_last_line_that_only_lacks_its_end_is_kept_on_resume() {
     let (_root, mut directory) = fresh();
     let path = directory.path().to_owned();

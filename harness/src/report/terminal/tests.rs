@@ -79,7 +79,7 @@ fn a_flood_of_one_cause_gets_three_blocks_and_then_a_line_each() {
     events.push(Event::CaseJudged(sample::failed("verify/other", other)));
     let text = rendered(TerminalOptions::default(), &events);
     assert_eq!(text.matches("reproduce").count(), 4, "{text}");
-    assert_eq!(text.matches("same property and stage as above: attention.bound, merge").count(), 5);
+    assert_eq!(text.matches("(as above: attention.bound, merge)").count(), 5);
     for index in 0..8 {
         assert!(text.contains(&format!("fail verify/{index}")), "{index}");
     }
