@@ -9,7 +9,7 @@ use std::str::FromStr;
 
 use crate::nearest::nearest;
 
-pub use documents::{case_json, filter_expressions, operations};
+pub use documents::{case_json, expression_examples, filter_expressions, operations};
 pub use table::Table;
 pub use vocabulary::{axes, exit_codes, families, junit_mapping, probes, stages, statuses};
 

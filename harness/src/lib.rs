@@ -28,4 +28,6 @@ pub mod store;
 pub mod summary;
 
 #[cfg(test)]
+mod documentation;
+#[cfg(test)]
 mod sample;

@@ -47,9 +47,13 @@ pub fn operations() -> String {
     text
 }
 
+/// Expressions and what they select.
+pub fn expression_examples() -> Table {
+    Table::new(["expression", "selects"], EXAMPLES.map(|(text, what)| [format!("`{text}`"), what.to_owned()]))
+}
+
 /// The language of `-E`.
 pub fn filter_expressions() -> String {
-    let examples = Table::new(["expression", "selects"], EXAMPLES.map(|(text, what)| [text, what]));
     debug_assert!(EXAMPLES.iter().all(|(text, _)| Expression::parse(text).is_ok()));
     format!(
         "An atom is an axis with values in parentheses; `|` between values means any of them.\n\
@@ -57,7 +61,7 @@ pub fn filter_expressions() -> String {
          Numbers: 4, !=4, <4, <=4, >4, >=4, and 2..=8 with both ends.\n\
          Texts: ~part, =whole, /glob/, and \"…\" around a text with special characters.\n\
          An atom whose axis means nothing for a case does not hold for it.\n\n{}\n{}",
-        examples.to_text(),
+        expression_examples().to_text(),
         axes().to_text()
     )
 }
