@@ -8,6 +8,8 @@ use serde::{Deserialize, Serialize};
 use crate::event::{CaseResult, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::record::RunRecord;
 use crate::report::block::{printable, replay_command, short};
+use crate::run_directory::short_hash;
+use crate::select::Selection;
 use crate::status::{Exit, Status};
 use crate::summary::{family_of, ratio};
 
@@ -210,18 +212,13 @@ fn header_differences(before: &RunHeader, after: &RunHeader) -> Vec<String> {
         ("fault", fault(before), fault(after)),
         ("tool version", before.tool_version.clone(), after.tool_version.clone()),
         ("machine", before.machine.clone(), after.machine.clone()),
-        ("selection", before.selection.to_string(), after.selection.to_string()),
+        ("selection", Selection::in_words(&before.selection), Selection::in_words(&after.selection)),
         ("engine profile", short_hash(&before.profile), short_hash(&after.profile)),
     ]
     .into_iter()
     .filter(|(_, before, after)| before != after)
     .map(|(what, before, after)| format!("{what}: {before}, then {after}"))
     .collect()
-}
-
-/// A profile is too long to be told; its hash tells that it is another one.
-fn short_hash(value: &serde_json::Value) -> String {
-    blake3::hash(value.to_string().as_bytes()).to_hex()[..8].to_owned()
 }
 
 /// Named figures of one case.

@@ -5,6 +5,7 @@ use shardcheck_cases::Case;
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::{Failure, Finding, Measured, Stage, Worst};
 use crate::record::{RunRecord, count_statuses};
+use crate::select::Selection;
 use crate::status::{Exit, Status};
 
 pub fn header() -> RunHeader {
@@ -17,7 +18,7 @@ pub fn header() -> RunHeader {
         engine: "cpu".into(),
         fault: None,
         profile: serde_json::json!({"engine": "cpu", "version": "0.1.0"}),
-        selection: serde_json::json!({}),
+        selection: serde_json::to_value(Selection::default()).unwrap(),
         selected: 7,
         machine: "linux x86_64, 2 cores".into(),
     }

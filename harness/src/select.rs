@@ -199,6 +199,11 @@ impl Selection {
             && self.partition.is_none_or(|partition| partition.contains(id))
     }
 
+    /// A stored selection in words; as JSON where another version wrote it.
+    pub fn in_words(stored: &serde_json::Value) -> String {
+        serde_json::from_value::<Self>(stored.clone()).map_or_else(|_| stored.to_string(), |s| s.to_string())
+    }
+
     /// Whether nothing is left out.
     pub fn is_everything(&self) -> bool {
         *self == Self::default()

@@ -170,10 +170,16 @@ fn a_resume_with_other_options_is_refused_with_each_difference() {
     let (_root, directory) = fresh();
     let path = directory.path().to_owned();
     drop(directory);
-    let other = RunHeader { seed: 99, fault: Some("drop-rank".into()), ..sample::header() };
+    let selection =
+        serde_json::to_value(Selection { skip: vec!["cold".into()], ..Selection::default() }).unwrap();
+    let profile = serde_json::json!({"engine": "cpu", "version": "0.2.0"});
+    let other =
+        RunHeader { seed: 99, fault: Some("drop-rank".into()), selection, profile, ..sample::header() };
     let message = RunDirectory::reopen(&path, &other).unwrap_err().to_string();
     assert!(message.contains("seed was 7, now 99"), "{message}");
     assert!(message.contains("fault was none, now drop-rank"), "{message}");
+    assert!(message.contains("selection was all cases, now id does not contain \"cold\""), "{message}");
+    assert!(message.contains("engine profile was "), "{message}");
     assert!(message.contains("start a new run"), "{message}");
 }
 

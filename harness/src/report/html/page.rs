@@ -185,7 +185,7 @@ fn environment(header: &RunHeader, record: &RunRecord) -> Vec<(String, String)> 
         ("fault", header.fault.clone().unwrap_or_else(|| "none".to_owned())),
         ("shardcheck", header.tool_version.clone()),
         ("machine", header.machine.clone()),
-        ("selection", selection_in_words(&header.selection)),
+        ("selection", Selection::in_words(&header.selection)),
         ("selected", format!("{} cases", header.selected)),
         ("format", format!("schema version {}", header.schema_version)),
     ];
@@ -193,10 +193,6 @@ fn environment(header: &RunHeader, record: &RunRecord) -> Vec<(String, String)> 
         rows.push(("elapsed", format!("{:.1} s", finished.elapsed_s)));
     }
     rows.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
-}
-
-fn selection_in_words(value: &serde_json::Value) -> String {
-    serde_json::from_value::<Selection>(value.clone()).map_or_else(|_| value.to_string(), |s| s.to_string())
 }
 
 fn grid(record: &RunRecord, families: &[String], glossary: &Glossary) -> Vec<GridRow> {
