@@ -79,8 +79,7 @@ impl CaseArgs {
 
 /// Reads a case file.
 pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
-    let text = std::fs::read_to_string(path).map_err(|error| {
-        CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
-    })?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|error| CommandError::Usage(format!("failed to read the case {}: {error}", path.display())))?;
     Case::from_json(&text).map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
 }

@@ -98,9 +98,7 @@ pub fn execute(
             pool.install(|| produce(plan, &stop, &send));
         });
         for message in receive {
-            if let Err(error) =
-                take(message, plan, directory, show, &mut statuses, &mut survivors, &mut judged)
-            {
+            if let Err(error) = take(message, plan, directory, show, &mut statuses, &mut survivors, &mut judged) {
                 stop.store(true, Ordering::Relaxed);
                 return Err(error);
             }
@@ -137,8 +135,7 @@ fn produce(plan: &Plan<'_>, stop: &AtomicBool, send: &mpsc::Sender<Message>) {
         }
         let id = case.id();
         let recorder = Recorder::new(plan.engine);
-        let only =
-            |property: &crate::properties::Property| plan.selection.matches_property(&id, case, property.id);
+        let only = |property: &crate::properties::Property| plan.selection.matches_property(&id, case, property.id);
         let result = judge_case(case, &recorder, &only);
         let recording = result.status.is_failure().then(|| recorder.recording());
         // the receiver is gone only after an error that ends the run

@@ -26,9 +26,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 
 fn text(what: &str) -> Result<String, CommandError> {
     match what {
-        "properties" => {
-            return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect());
-        }
+        "properties" => return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect()),
         "faults" => return Ok(faults().iter().map(|f| format!("{:<36} {}\n", f.name, f.title)).collect()),
         _ => {}
     }
@@ -75,14 +73,8 @@ fn of_fault(fault: &Fault) -> String {
 }
 
 fn of_case(case: &Case) -> String {
-    let properties: Vec<_> =
-        properties::of(case).map(|p| format!("  {:<28} {}\n", p.id, p.statement)).collect();
-    format!(
-        "{}\n\nproperties judged on it:\n{}\ncase JSON:\n{}\n",
-        case.id(),
-        properties.concat(),
-        case.to_json()
-    )
+    let properties: Vec<_> = properties::of(case).map(|p| format!("  {:<28} {}\n", p.id, p.statement)).collect();
+    format!("{}\n\nproperties judged on it:\n{}\ncase JSON:\n{}\n", case.id(), properties.concat(), case.to_json())
 }
 
 fn list(names: &[&str]) -> String {

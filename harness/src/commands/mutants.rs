@@ -87,13 +87,7 @@ fn list(format: Format) -> Result<Exit, CommandError> {
             })
             .to_string(),
             Format::Markdown => {
-                format!(
-                    "| {} | {} | {} | {} |",
-                    fault.name,
-                    fault.class.name(),
-                    fault.title,
-                    fault.bugs.join(", ")
-                )
+                format!("| {} | {} | {} | {} |", fault.name, fault.class.name(), fault.title, fault.bugs.join(", "))
             }
         };
         if writeln!(out, "{line}").is_err() {

@@ -74,11 +74,9 @@ pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporter
     };
     let mut reporters = Reporters::new();
     if to_stderr {
-        reporters = reporters.with(JsonReporter::new(std::io::stdout())).with(TerminalReporter::new(
-            std::io::stderr(),
-            options,
-            glossary(),
-        ));
+        reporters = reporters
+            .with(JsonReporter::new(std::io::stdout()))
+            .with(TerminalReporter::new(std::io::stderr(), options, glossary()));
     } else {
         reporters = reporters.with(TerminalReporter::new(std::io::stdout(), options, glossary()));
     }

@@ -155,8 +155,7 @@ fn attention(case: &Case) -> Option<&AttentionCase> {
 
 /// Equivalences that need an oracle of their own run on small shapes only: they say nothing more on large ones.
 fn small(case: &Case, also: impl Fn(&AttentionCase) -> bool) -> bool {
-    attention(case)
-        .is_some_and(|c| c.configuration.total_heads() <= 48 && c.workload.total_tokens() <= 2048 && also(c))
+    attention(case).is_some_and(|c| c.configuration.total_heads() <= 48 && c.workload.total_tokens() <= 2048 && also(c))
 }
 
 /// Runs the case changed by `change` and compares the outputs of all ranks.
@@ -237,7 +236,8 @@ fn world(laboratory: &Laboratory) -> Result<Finding, Halt> {
 fn interleave(laboratory: &Laboratory) -> Result<Finding, Halt> {
     variant(laboratory, None, "another interleave size gives another output", false, |case| {
         let configuration = &mut case.configuration;
-        configuration.interleave = if configuration.interleave == 1 { configuration.block_size } else { 1 };
+        configuration.interleave =
+            if configuration.interleave == 1 { configuration.block_size } else { 1 };
     })
 }
 
