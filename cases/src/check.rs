@@ -16,6 +16,8 @@ pub const MAX_TOKENS: usize = 1 << 21;
 pub const MAX_ROWS: usize = 1 << 16;
 /// Most elements of any one tensor of a case: 2^31.
 pub const MAX_ELEMENTS: usize = 1 << 31;
+/// Widest head, latent or up-projection, and most KV heads of a rank.
+pub const MAX_WIDTH: usize = 1 << 16;
 /// Most ranks of a session.
 pub const MAX_RANKS: usize = 256;
 
@@ -52,6 +54,7 @@ fn out_of_range<T>(reason: String) -> Result<T, CaseError> {
 
 fn check_attention(family: Family, case: &AttentionCase) -> Result<(), CaseError> {
     let configuration = &case.configuration;
+    check_widths(configuration.attention)?;
     configuration.check().map_err(|error| CaseError::OutOfRange(error.reason))?;
     if case.model != CUSTOM_MODEL && Model::find(&case.model).is_none() {
         return Err(CaseError::UnknownValue(format!(
@@ -63,6 +66,22 @@ fn check_attention(family: Family, case: &AttentionCase) -> Result<(), CaseError
     check_workload(family, &case.workload)?;
     check_options(family, case)?;
     check_size(configuration, &case.workload)
+}
+
+/// First of all, because sums of widths are formed everywhere.
+fn check_widths(attention: Attention) -> Result<(), CaseError> {
+    let widths = match attention {
+        Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim } => {
+            [kv_lora_rank, qk_rope_head_dim, v_head_dim]
+        }
+        Attention::Gqa { kv_heads, head_dim, v_head_dim } => [kv_heads, head_dim, v_head_dim],
+    };
+    match widths.into_iter().find(|width| !(1..=MAX_WIDTH).contains(width)) {
+        Some(width) => {
+            out_of_range(format!("{width} in {attention:?}; every number must be between 1 and {MAX_WIDTH}"))
+        }
+        None => Ok(()),
+    }
 }
 
 fn check_workload(family: Family, workload: &Workload) -> Result<(), CaseError> {

@@ -264,7 +264,13 @@ fn read_workload(text: &str) -> Result<Workload, String> {
             context_tokens: number("context length", context)?,
             query_tokens: number("number of rows", query)?,
         };
+        if request.context_tokens > crate::MAX_TOKENS || request.query_tokens > crate::MAX_TOKENS {
+            return Err(format!("request {entry:?} is longer than {} tokens", crate::MAX_TOKENS));
+        }
         requests.extend(std::iter::repeat_n(request, count));
+        if requests.len() > crate::MAX_REQUESTS {
+            return Err(format!("more than {} requests", crate::MAX_REQUESTS));
+        }
     }
     let mut tokens = Tokens::split(rest);
     let padded_rows = tokens.take_number("pad").unwrap_or(0);

@@ -188,8 +188,8 @@ struct SuiteFile {
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Edge {
-    #[serde(rename = "why")]
-    _why: String,
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers of the file"))]
+    why: String,
     case: String,
     probes: Vec<Probe>,
 }
@@ -370,6 +370,91 @@ impl MergePart {
             comm_backend,
             lane_order,
             view: self.views[row[7]],
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::covering::prove;
+
+    /// Ids of a suite's cases without their seeds.
+    fn seedless(name: SuiteName, seed: u64) -> HashSet<String> {
+        let without_seed = |mut case: Case| {
+            case.seed = 0;
+            case.id()
+        };
+        suite(name, seed).into_iter().map(without_seed).collect()
+    }
+
+    fn prove_parts(name: SuiteName, seed: u64) -> usize {
+        let file: SuiteFile = toml::from_str(name.text()).unwrap();
+        let known = seedless(name, seed);
+        let mut proven = 0;
+        for part in &file.attention {
+            let axes = part.axes(&file.axes);
+            let allow = |row: &[Option<usize>]| axes.allow(row);
+            let rows = covering(&axes.levels(), part.strength, &allow, seed);
+            proven += prove(&axes.levels(), part.strength, &allow, &rows);
+            for row in rows {
+                let case = Case::attention(part.family, axes.case(&row), 0);
+                assert!(known.contains(&case.id()), "{name} lacks {}", case.id());
+            }
+        }
+        proven
+    }
+
+    #[test]
+    fn every_possible_pair_of_axis_values_stands_in_the_gate() {
+        assert!(prove_parts(SuiteName::Gate, 1) > 10_000);
+        assert!(prove_parts(SuiteName::Gate, 2) > 10_000);
+    }
+
+    #[test]
+    fn every_possible_triple_of_axis_values_stands_in_the_nightly_suite() {
+        assert!(prove_parts(SuiteName::Nightly, 1) > 100_000);
+    }
+
+    #[test]
+    fn every_possible_pair_of_merge_values_stands_in_the_gate() {
+        let file: SuiteFile = toml::from_str(SuiteName::Gate.text()).unwrap();
+        let cases = suite(SuiteName::Gate, 3);
+        for part in &file.merge {
+            let merges = || {
+                cases.iter().filter(|case| case.family == part.family).map(|case| match &case.body {
+                    Body::Merge(body) => body,
+                    other => panic!("{other:?} in {}", part.family),
+                })
+            };
+            for pattern in patterns(part.family) {
+                for view in &part.views {
+                    let together = merges().any(|m| m.pattern == *pattern && m.view == *view);
+                    assert!(together, "{} {} {}", part.family, pattern.name(), view.name());
+                }
+                for exchange in &part.exchanges {
+                    let together = merges().any(|m| {
+                        m.pattern == *pattern && (m.comm_backend, m.lane_order) == exchange.settings()
+                    });
+                    assert!(together, "{} {} {exchange}", part.family, pattern.name());
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn suite_names_parse_back() {
+        for name in SuiteName::ALL {
+            assert_eq!(name.name().parse::<SuiteName>().unwrap(), name);
+        }
+        assert!("smoke".parse::<SuiteName>().unwrap_err().contains("engine-smoke"));
+    }
+
+    #[test]
+    fn every_hand_picked_case_says_why_it_is_there() {
+        for name in SuiteName::ALL {
+            let file: SuiteFile = toml::from_str(name.text()).unwrap();
+            assert!(file.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
         }
     }
 }

@@ -58,11 +58,13 @@ pub struct ExpectedState {
 }
 
 impl Expected {
-    /// Larger deviation that is allowed for output `index`; 0 where equality is asked.
-    pub fn out_width(&self, index: usize) -> f64 {
+    /// Smallest and largest value that output `index` may have.
+    pub fn out_interval(&self, index: usize) -> (f64, f64) {
         match self.out[index] {
-            Allowed::Between { expected, low, high } => (high - expected).max(expected - low),
-            _ => 0.0,
+            Allowed::Between { low, high, .. } => (low, high),
+            Allowed::Exactly(value) => (value, value),
+            Allowed::NegativeInfinity => (f64::NEG_INFINITY, f64::NEG_INFINITY),
+            Allowed::Undefined => (f64::NEG_INFINITY, f64::INFINITY),
         }
     }
 }
@@ -70,8 +72,7 @@ impl Expected {
 /// Allowed values of a certified output element.
 pub(crate) fn allowed_out(out: f64, pre: f64, dtype: shardcheck_formats::Dtype) -> Allowed {
     let (low, high) = interval(out, pre, dtype);
-    // rounding may carry the exact value itself across an end of the interval
-    Allowed::Between { expected: out, low: low.min(out), high: high.max(out) }
+    Allowed::Between { expected: out, low, high }
 }
 
 /// What may be seen of the step of an attention case.

@@ -205,6 +205,18 @@ impl AttentionMaterial {
         Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
     }
 
+    /// The same case with keys and values multiplied by `factor`, a power of two.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn magnified(&self, factor: f32) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        for tokens in [&mut inputs.keys, &mut inputs.values] {
+            tokens.iter_mut().flatten().for_each(|value| *value *= factor);
+        }
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
+    }
+
     /// What the session is opened with.
     pub fn configuration(&self) -> &Configuration {
         &self.case.configuration

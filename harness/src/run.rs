@@ -71,3 +71,13 @@ pub fn has_real_heads(case: &Case) -> bool {
         _ => false,
     }
 }
+
+/// Whether a case is so small that variants of it, each with an oracle of its own, cost next to nothing.
+pub fn is_small(case: &Case) -> bool {
+    match &case.body {
+        Body::Attention(attention) => {
+            attention.configuration.total_heads() <= 48 && attention.workload.total_tokens() <= 2048
+        }
+        _ => true,
+    }
+}

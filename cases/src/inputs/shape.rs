@@ -24,6 +24,8 @@ const NEWEST_STEP: f32 = 3.0;
 const POISON_SCORE: f32 = 24.0;
 /// Value that a forbidden key carries, where the cache format holds it.
 const POISON_VALUE: f32 = 50.0;
+/// Highest level of poison: 48 steps are the most that every 8-bit format holds.
+const MAX_POISON_LEVEL: usize = 2;
 /// Centre of the scores of the cold probe.
 const COLD_SCORE: f32 = -32.0;
 /// Centre of the scores of the hot probe; an unshifted 32-bit exponential overflows at 88.7.
@@ -128,8 +130,8 @@ impl<'a> Shape<'a> {
             for index in 0..self.steered() {
                 head[self.element(index)] = self.key_steps(request, position, index) * self.step();
             }
-            if poison.is_some() {
-                self.poison_latent(head);
+            if let Some(row) = poison {
+                self.poison_latent(self.poison_level(row), head);
             }
         }
     }
@@ -147,8 +149,10 @@ impl<'a> Shape<'a> {
             }
             Probe::Cancellation if position % 2 == 1 => out.iter_mut().for_each(|value| *value = -*value),
             Probe::CommonMode => add(out, &self.value_means),
-            Probe::ForbiddenPoison if self.poisoned_row(request, position).is_some() => {
-                out.fill(self.poison_value());
+            Probe::ForbiddenPoison => {
+                if let Some(row) = self.poisoned_row(request, position) {
+                    out.fill(self.poison_value(self.poison_level(row)));
+                }
             }
             _ => {}
         }
@@ -156,13 +160,14 @@ impl<'a> Shape<'a> {
 
     /// Turns keys and values into stale ones: aligned with every row of the request, and carrying the poison value.
     pub fn as_stale(&self, mut keys: Vec<f32>, mut values: Vec<f32>) -> (Vec<f32>, Vec<f32>) {
+        let level = self.poison_level(self.case.workload.max_query_tokens().saturating_sub(1));
         for head in keys.chunks_exact_mut(self.attention().qk_dim()) {
             for index in 0..self.steered() {
-                head[self.element(index)] = round_bf16(WHOLE_STEPS * self.step());
+                head[self.element(index)] = round_bf16(self.poison_steps(level) * self.step());
             }
-            self.poison_latent(head);
+            self.poison_latent(level, head);
         }
-        values.fill(round_bf16(self.poison_value()));
+        values.fill(round_bf16(self.poison_value(level)));
         (keys, values)
     }
 
@@ -207,8 +212,19 @@ impl<'a> Shape<'a> {
             as f32
     }
 
-    fn poison_value(&self) -> f32 {
-        POISON_VALUE.min(0.9 * self.largest())
+    /// Rows beyond the steering elements share them on a higher level: they see the poison of the lower ones.
+    fn poison_level(&self, row: usize) -> usize {
+        (row / self.steered().max(1)).min(MAX_POISON_LEVEL)
+    }
+
+    fn poison_steps(&self, level: usize) -> f32 {
+        WHOLE_STEPS * (level + 1) as f32
+    }
+
+    /// What a forbidden key carries; the sign tells it from the poison of the level below, which its row may see.
+    fn poison_value(&self, level: usize) -> f32 {
+        let value = POISON_VALUE.min(0.9 * self.largest());
+        if level.is_multiple_of(2) { value } else { -value }
     }
 
     /// One step of a steering element.
@@ -244,7 +260,7 @@ impl<'a> Shape<'a> {
     /// Deviation of the scores that noise makes.
     fn noise_score(&self) -> f32 {
         match self.case.probe {
-            Probe::NewestDominant => 0.35,
+            Probe::NewestDominant => 0.25,
             Probe::ForbiddenPoison | Probe::Sink => 0.5,
             _ => 1.0,
         }
@@ -296,8 +312,8 @@ impl<'a> Shape<'a> {
                 }
             }
             Probe::ForbiddenPoison => {
-                let forbidden = self.poisoned_row(request, position);
-                if forbidden.is_some_and(|row| row % self.steered() == index) { WHOLE_STEPS } else { 0.0 }
+                let row = self.poisoned_row(request, position).filter(|row| row % self.steered() == index);
+                row.map_or(0.0, |row| self.poison_steps(self.poison_level(row)))
             }
             Probe::Cold | Probe::Hot => WHOLE_STEPS,
             Probe::Sink if position == 0 => WHOLE_STEPS,
@@ -317,9 +333,9 @@ impl<'a> Shape<'a> {
     }
 
     /// The value of a forbidden key in the even elements of the latent part, and nothing in the odd ones, which queries read.
-    fn poison_latent(&self, head: &mut [f32]) {
+    fn poison_latent(&self, level: usize, head: &mut [f32]) {
         if let Attention::Mla { kv_lora_rank, .. } = self.attention() {
-            let value = round_bf16(self.poison_value());
+            let value = round_bf16(self.poison_value(level));
             head[..kv_lora_rank]
                 .iter_mut()
                 .enumerate()

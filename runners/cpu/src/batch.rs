@@ -43,14 +43,29 @@ impl BlockTable {
     ///
     /// # Errors
     /// A crash that names the entry, when it or its block does not exist.
-    pub fn block(&self, request: usize, entry: usize) -> Result<usize, Stop> {
-        if request >= self.requests || entry >= self.width {
+    pub fn block(&self, request: usize, entry: usize, layout: &LayoutPolicies) -> Result<usize, Stop> {
+        let entries = if request < self.requests { self.entries(request) } else { &[] };
+        self.block_among(entries, request, entry, layout)
+    }
+
+    /// Block of an entry among `entries`, which stand for those of a request.
+    ///
+    /// # Errors
+    /// As [`BlockTable::block`].
+    pub fn block_among(
+        &self,
+        entries: &[i64],
+        request: usize,
+        entry: usize,
+        layout: &LayoutPolicies,
+    ) -> Result<usize, Stop> {
+        let Some(id) = entries.get(entry) else {
             let (requests, width) = (self.requests, self.width);
             return Err(Stop::crash(format!(
                 "illegal address: block table entry [{request}, {entry}] of a [{requests}, {width}] table"
             )));
-        }
-        let id = self.ids[request * self.width + entry];
+        };
+        let id = (layout.block_id)(*id, self.blocks);
         usize::try_from(id).ok().filter(|id| *id < self.blocks).ok_or_else(|| {
             let blocks = self.blocks;
             Stop::crash(format!(

@@ -67,6 +67,8 @@ pub struct CachePolicies {
     pub decode_context: fn(&[u8], &KvFormat, &mut [f32]),
     /// First key column of the value (MLA).
     pub value_column: fn(&KvFormat) -> usize,
+    /// Block-table entries of a request as the reader takes them.
+    pub seen_entries: fn(&[i64]) -> Vec<i64>,
     /// Request that a row is written for; `None` for graph padding.
     pub written_request: fn(i32) -> Option<usize>,
     /// Whether a rank writes a token, given its owner: `(owner, member)`.
@@ -82,6 +84,7 @@ impl CachePolicies {
         decode: decode_row,
         decode_context: decode_row,
         value_column: |_| 0,
+        seen_entries: <[i64]>::to_vec,
         written_request: |request| usize::try_from(request).ok(),
         writes: |owner, member| owner == member,
         overwritten_rows: 0,
@@ -196,9 +199,10 @@ pub fn read_local_tokens(
     let ((layout, cached), (grid, format)) = (policies, shape);
     let mut rows =
         TokenRows { keys: Vec::with_capacity(count * format.kv_heads * format.key_dim), values: Vec::new() };
+    let entries = if count > 0 { (cached.seen_entries)(table.entries(request)) } else { Vec::new() };
     for local in 0..count {
         let (entry, offset) = (layout.page)(local, count, grid);
-        let slot = table.block(request, entry)? * grid.block + offset;
+        let slot = table.block_among(&entries, request, entry, layout)? * grid.block + offset;
         rows.push(cache.token(slot, format), format, cached.decode);
     }
     Ok(rows)

@@ -131,7 +131,8 @@ impl Step<'_> {
             let begin = self.plan.windows[chunk].start;
             for row in begin..begin + self.plan.sent(request, chunk) {
                 let (entry, offset) = (self.policies.context.page)(row, &self.grid);
-                let slot = self.batch.table.block(request, entry)? * self.grid.block + offset;
+                let slot =
+                    self.batch.table.block(request, entry, &self.policies.layout)? * self.grid.block + offset;
                 let (keys, values) = cache.token(slot, &self.format);
                 local.extend_from_slice(keys);
                 local.extend_from_slice(values);

@@ -7,7 +7,7 @@ use crate::communicator::Stop;
 use crate::grid::{Grid, LayoutPolicies};
 
 /// Derives lengths, slots, units and sub-pages for every rank. Rows are those of `query_start_loc`; the sub-page table
-/// is as wide as the longest request needs on rank 0, and holds −1 beyond what a request needs.
+/// is as wide as the blocks of the longest request, and holds −1 beyond those of a request.
 ///
 /// # Errors
 /// A crash when the block table is too short for a length.
@@ -57,7 +57,7 @@ fn slots(batch: &Batch, member: usize, grid: &Grid, layout: &LayoutPolicies) -> 
     for (request, len) in batch.seq_lens.iter().enumerate() {
         for position in 0..*len {
             slots.push(if (layout.owner)(position, grid) == member {
-                let block = batch.table.block(request, (layout.table_entry)(position, grid))?;
+                let block = batch.table.block(request, (layout.table_entry)(position, grid), layout)?;
                 layout.slot(position, block, grid) as i64
             } else {
                 -1
@@ -67,16 +67,15 @@ fn slots(batch: &Batch, member: usize, grid: &Grid, layout: &LayoutPolicies) -> 
     Ok(slots)
 }
 
-/// Width and entries `[requests, width]` of the block table in sub-pages.
+/// Width and entries `[requests, width]` of the block table in sub-pages: every page of every block that a request needs.
 fn sub_pages(batch: &Batch, grid: &Grid, layout: &LayoutPolicies) -> Result<(usize, Vec<i32>), Stop> {
-    let page = (layout.sub_page)(grid).max(1);
-    let parts = (grid.block / page).max(1);
-    let needed = |len: &usize| (layout.local_len)(*len, 0, grid).div_ceil(page);
+    let parts = (grid.block / (layout.sub_page)(grid).max(1)).max(1);
+    let needed = |len: &usize| (layout.blocks_needed)(*len, grid) * parts;
     let width = batch.seq_lens.iter().map(needed).max().unwrap_or(0);
     let mut table = vec![-1; batch.seq_lens.len() * width];
     for (request, len) in batch.seq_lens.iter().enumerate() {
         for index in 0..needed(len) {
-            let block = batch.table.block(request, index / parts)?;
+            let block = batch.table.block(request, index / parts, layout)?;
             table[request * width + index] = (layout.sub_page_id)(block as i32, index % parts, parts);
         }
     }

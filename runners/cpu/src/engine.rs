@@ -15,8 +15,8 @@ use crate::session::CpuSession;
 /// Longest wait of a rank for its peers, unless set.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most cache bytes that a session allocates over all ranks: 16 GiB.
-pub const MAX_CACHE_BYTES: usize = 16 << 30;
+/// Most cache bytes that a session allocates over all ranks: 4 GiB.
+pub const MAX_CACHE_BYTES: usize = 4 << 30;
 
 /// Most ranks of a session: each is a thread.
 pub const MAX_RANKS: usize = 256;

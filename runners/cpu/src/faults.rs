@@ -1,9 +1,21 @@
 //! Deliberate defects: each replaces one policy of the healthy engine.
 
+mod attention;
+mod cache;
+mod causal;
+mod context;
+mod exchange;
+mod gates;
+mod heads;
+mod layout;
+mod lse;
+mod segments;
+mod steps;
+
 use std::fmt;
 use std::str::FromStr;
+use std::sync::LazyLock;
 
-use crate::grid::{LayoutPolicies, Sight};
 use crate::policies::Policies;
 
 /// What kind of mistake a fault is.
@@ -88,6 +100,7 @@ impl FromStr for FaultClass {
 }
 
 /// A deliberate defect.
+#[derive(Clone, Copy)]
 pub struct Fault {
     /// Name, unique among all faults.
     pub name: &'static str,
@@ -103,47 +116,63 @@ pub struct Fault {
     pub apply: fn(&mut Policies),
 }
 
-/// All faults.
+impl fmt::Debug for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fault({}, {})", self.name, self.class)
+    }
+}
+
+/// All faults, by the part of the engine that they replace.
 pub fn faults() -> &'static [Fault] {
-    FAULTS
+    static FAULTS: LazyLock<Vec<Fault>> = LazyLock::new(|| {
+        [
+            layout::FAULTS,
+            cache::FAULTS,
+            causal::FAULTS,
+            heads::FAULTS,
+            attention::FAULTS,
+            lse::FAULTS,
+            exchange::FAULTS,
+            context::FAULTS,
+            segments::FAULTS,
+            steps::FAULTS,
+            gates::FAULTS,
+        ]
+        .concat()
+    });
+    &FAULTS
 }
 
 /// The fault of that name.
 pub fn fault(name: &str) -> Option<&'static Fault> {
-    FAULTS.iter().find(|fault| fault.name == name)
+    faults().iter().find(|fault| fault.name == name)
 }
 
-static FAULTS: &[Fault] = &[
-    Fault {
-        name: "committed-prefix-rows",
-        title: "every row of a verify step sees only what was committed before it",
-        class: FaultClass::CausalBound,
-        bugs: &["vllm#51705"],
-        killed_by: &[
-            "verify.output",
-            "verify.lse",
-            "verify.row-lengths",
-            "layout.row-lengths",
-            "decode.output",
-        ],
-        apply: |p| p.layout.row_len = committed_prefix,
-    },
-    Fault {
-        name: "length-of-full-round",
-        title: "a rank counts one token too many where the length is a multiple of W",
-        class: FaultClass::LayoutIndex,
-        bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.output"],
-        apply: |p| {
-            p.layout.local_len = |len, member, grid| {
-                let rest = len.checked_sub(1).map_or(0, |last| usize::from(member <= last % grid.world));
-                len / grid.world + rest
-            }
-        },
-    },
-];
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
 
-fn committed_prefix(layout: &LayoutPolicies, sight: &Sight) -> usize {
-    let committed = sight.seq_len.saturating_sub(sight.query_len);
-    (layout.local_len)(committed, sight.member, &sight.grid)
+    use super::*;
+
+    #[test]
+    fn faults_have_a_unique_kebab_case_name_a_title_and_a_property_that_kills_them() {
+        let mut names = BTreeSet::new();
+        for fault in faults() {
+            assert!(names.insert(fault.name), "{} twice", fault.name);
+            assert!(fault.name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'));
+            assert!(fault.title.len() > 20 && !fault.title.ends_with('.'), "{}", fault.name);
+            assert!(!fault.killed_by.is_empty(), "{}", fault.name);
+            assert!(fault.killed_by.iter().all(|id| id.split('.').count() == 2), "{}", fault.name);
+            assert!(fault.bugs.iter().all(|bug| bug.contains('#') || bug.contains('@')), "{}", fault.name);
+        }
+    }
+
+    #[test]
+    fn every_class_has_a_fault_and_reads_back_by_name() {
+        for class in FaultClass::ALL {
+            assert!(faults().iter().any(|fault| fault.class == class), "{class}");
+            assert_eq!(class.name().parse::<FaultClass>().unwrap(), class);
+        }
+        assert!("moe".parse::<FaultClass>().unwrap_err().contains("layout-index"));
+    }
 }

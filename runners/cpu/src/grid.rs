@@ -69,6 +69,8 @@ pub struct LayoutPolicies {
     pub local_len: fn(usize, usize, &Grid) -> usize,
     /// Block-table entry of a position.
     pub table_entry: fn(usize, &Grid) -> usize,
+    /// Block that is addressed for an id of the block table: `(id, blocks)`.
+    pub block_id: fn(i64, usize) -> i64,
     /// Block-table entry and row in the block of a local token, out of `count` local tokens: `(local, count, grid)`.
     pub page: fn(usize, usize, &Grid) -> (usize, usize),
     /// Local tokens that a causal row sees.
@@ -96,6 +98,7 @@ impl LayoutPolicies {
         local_index,
         local_len,
         table_entry,
+        block_id: |id, _| id,
         page,
         row_len,
         draft_len,

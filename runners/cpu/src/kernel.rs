@@ -23,11 +23,13 @@ pub struct EmptyRow {
 pub struct KernelPolicies {
     /// Factor of the scores.
     pub score_scale: fn(&Configuration) -> f32,
+    /// What is subtracted from the scores, given their running maximum.
+    pub shift: fn(f32) -> f32,
     /// Factor of what was summed under an old maximum: `(old maximum, new maximum)`.
     pub rescale: fn(f32, f32) -> f32,
     /// Output and LSE of a row without tokens.
     pub empty: EmptyRow,
-    /// LSE from maximum and normaliser.
+    /// LSE from what was subtracted and the normaliser.
     pub lse: fn(f32, f32) -> f32,
     /// Head width that the kernel runs with, out of the widths it knows.
     pub kernel_heads: fn(usize, &[usize]) -> usize,
@@ -45,6 +47,7 @@ impl KernelPolicies {
     /// As published.
     pub const HEALTHY: Self = Self {
         score_scale: |configuration| configuration.softmax_scale,
+        shift: |max| max,
         rescale: |old, new| (old - new).exp(),
         empty: EmptyRow { value: f32::NAN, lse: f32::NEG_INFINITY },
         lse: |max, sum| max + sum.ln(),
@@ -116,7 +119,7 @@ pub fn attend_row(
     }
     out.fill(0.0);
     scratch.tile.resize(out.len(), 0.0);
-    let (mut max, mut sum) = (f32::NEG_INFINITY, 0.0f32);
+    let (mut max, mut shift, mut sum) = (f32::NEG_INFINITY, f32::NEG_INFINITY, 0.0f32);
     for begin in (0..tokens).step_by(TILE_TOKENS) {
         let end = tokens.min(begin + TILE_TOKENS);
         let mut tile_max = max;
@@ -127,9 +130,11 @@ pub fn attend_row(
             tile_max = tile_max.max(score);
             scratch.scores.push(score);
         }
-        let rescale = if begin == 0 { 0.0 } else { (policies.rescale)(max, tile_max) };
+        let before = shift;
+        shift = (policies.shift)(tile_max);
+        let rescale = if begin == 0 { 0.0 } else { (policies.rescale)(before, shift) };
         max = tile_max;
-        scratch.scores.iter_mut().for_each(|score| *score = (*score - max).exp());
+        scratch.scores.iter_mut().for_each(|score| *score = (*score - shift).exp());
         sum = sum * rescale + sum_of(&scratch.scores);
         scratch.scores.iter_mut().for_each(|p| *p = round_bf16(*p));
         scratch.tile.fill(0.0);
@@ -138,7 +143,7 @@ pub fn attend_row(
     }
     let inverse = 1.0 / sum;
     out.iter_mut().for_each(|total| *total *= inverse);
-    (policies.lse)(max, sum)
+    (policies.lse)(shift, sum)
 }
 
 /// Σ a·b in f32, 16 running sums.

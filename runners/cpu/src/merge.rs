@@ -5,7 +5,7 @@
 //! `cp_lse_ag_out_rs`): the LSEs are gathered, each partial is scaled and rounded in place, and the sum is rounded
 //! after every addition.
 
-use shardcheck_engine::LaneOrder;
+use shardcheck_engine::{LaneOrder, Tensor};
 use shardcheck_formats::{bf16_from_f32, bf16_to_f32, round_bf16};
 
 use crate::communicator::{Link, Stop};
@@ -57,6 +57,8 @@ impl Partial {
 /// How partials are weighed, carried and summed.
 #[derive(Clone, Copy)]
 pub struct MergePolicies {
+    /// Reads a given state, row-major, whatever its strides.
+    pub read: fn(&Tensor) -> Vec<f32>,
     /// An LSE as the merge takes it.
     pub sanitise: fn(f32) -> f32,
     /// Weights of partials and the merged LSE, from their LSEs: `(LSEs, weights to fill)`.
@@ -69,6 +71,8 @@ pub struct MergePolicies {
     pub sent_block: fn(usize, usize) -> usize,
     /// Block of heads that the reduce-scatter gives to a member: `(member, world)`.
     pub scattered_block: fn(usize, usize) -> usize,
+    /// Members in the order in which a reduce-scatter adds them: `(member, world)`.
+    pub reduce_order: fn(usize, usize) -> Vec<usize>,
     /// Factor of the sum of a reduce-scatter over a world.
     pub reduced: fn(usize) -> f32,
     /// Whether a member of a world enters the gather of LSEs: `(member, world)`.
@@ -82,12 +86,14 @@ pub struct MergePolicies {
 impl MergePolicies {
     /// As published.
     pub const HEALTHY: Self = Self {
+        read: Tensor::to_f32,
         sanitise,
         combine,
         weigh,
         lse_order: |world| (0..world).collect(),
         sent_block: |member, _| member,
         scattered_block: |member, _| member,
+        reduce_order: |_, world| (0..world).collect(),
         reduced: |_| 1.0,
         enters_lse_gather: |_, _| true,
         head_place: |head, _| head,
@@ -284,10 +290,12 @@ fn merge_ag_rs(
             rows.flat_map(|(row, head)| corrected.row(row, head).iter().copied()).collect()
         })
         .collect();
-    let mut received = link.all_to_all("reduce_scatter_output", pieces)?.into_iter();
-    let mut out: Vec<f32> = received.next().unwrap_or_default();
-    for part in received {
-        out.iter_mut().zip(part).for_each(|(sum, value)| *sum = wire.round(*sum + value));
+    let received = link.all_to_all("reduce_scatter_output", pieces)?;
+    let reduced: Vec<&Vec<f32>> =
+        (policies.reduce_order)(link.member, world).into_iter().map(|member| &received[member]).collect();
+    let mut out: Vec<f32> = reduced[0].clone();
+    for part in &reduced[1..] {
+        out.iter_mut().zip(*part).for_each(|(sum, value)| *sum = wire.round(*sum + value));
     }
     let factor = (policies.reduced)(world);
     out.iter_mut().for_each(|value| *value = wire.round(*value * factor));

@@ -1,6 +1,6 @@
 //! The table that the engine is assembled from: every decision that a public bug got wrong is one entry.
 
-use shardcheck_engine::Configuration;
+use shardcheck_engine::{Configuration, Tensors};
 
 use crate::batch::Batch;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
@@ -22,6 +22,8 @@ pub struct SessionPolicies {
     pub dispatch: fn(&Configuration, bool) -> Dispatch,
     /// The metadata that a step runs with, given what an earlier step left behind.
     pub recall: fn(&mut Option<Batch>, Batch) -> Batch,
+    /// What a step does to its inputs.
+    pub touch: fn(&mut Tensors),
     /// Rows of the output that are written: `(rows, rows that are not padding)`.
     pub written_rows: fn(usize, usize) -> usize,
 }
@@ -32,6 +34,7 @@ impl SessionPolicies {
         admit: |configuration| configuration.check().map_err(|error| error.to_string()),
         dispatch,
         recall: |_, batch| batch,
+        touch: |_| {},
         written_rows: |rows, _| rows,
     };
 }

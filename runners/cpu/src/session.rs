@@ -79,7 +79,9 @@ impl CpuSession {
 
 impl Session for CpuSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
-        catch_unwind(AssertUnwindSafe(|| self.perform(operation, inputs)))
+        let touch = self.policies.session.touch;
+        let perform = || self.perform(operation, inputs).inspect(|_| touch(inputs));
+        catch_unwind(AssertUnwindSafe(perform))
             .unwrap_or_else(|panic| Err(EngineError::Crash { text: panic_text(&*panic) }))
     }
 }

@@ -70,8 +70,9 @@ pub fn merge_partials(
         ));
     }
     let wire = wire("partial_out", tensor)?;
-    let out = tensor.to_f32();
-    let lse = inputs.get("partial_lse")?.expect("partial_lse", Dtype::F32, &[world, rows, heads])?.to_f32();
+    let out = (policies.merge.read)(tensor);
+    let lse = inputs.get("partial_lse")?.expect("partial_lse", Dtype::F32, &[world, rows, heads])?;
+    let lse = (policies.merge.read)(lse);
     let dispatch = (policies.session.dispatch)(configuration, false);
     let order = configuration.lane_order;
     let run = run_ranks(ranks, |link| {
@@ -108,8 +109,9 @@ pub fn merge_two_states(inputs: &Tensors, policies: &Policies) -> Result<Reply, 
         let tensor = inputs.get(out_name)?;
         self::wire(out_name, tensor)?;
         tensor.expect(out_name, tensor.dtype(), &[rows, heads, dim])?;
-        let lse = inputs.get(lse_name)?.expect(lse_name, Dtype::F32, &[rows, heads])?.to_f32();
-        Ok(Partial { out: tensor.to_f32(), lse, rows, heads, dim })
+        let lse =
+            (policies.merge.read)(inputs.get(lse_name)?.expect(lse_name, Dtype::F32, &[rows, heads])?);
+        Ok(Partial { out: (policies.merge.read)(tensor), lse, rows, heads, dim })
     };
     let (prefix, suffix) = (state("prefix_out", "prefix_lse")?, state("suffix_out", "suffix_lse")?);
     let mut merged = merge_states(&prefix, &suffix, policies.context.merge_suffix, policies.merge.weigh);

@@ -81,7 +81,7 @@ impl WriteBatch<'_> {
         if !(cached.writes)((layout.owner)(position, grid), member) {
             return Ok(None);
         }
-        let block = self.table.block(request, (layout.table_entry)(position, grid))?;
+        let block = self.table.block(request, (layout.table_entry)(position, grid), layout)?;
         Ok(Some(layout.slot(position, block, grid)))
     }
 

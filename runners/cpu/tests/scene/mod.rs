@@ -36,6 +36,8 @@ pub struct Scene {
     pub sharpness: f32,
     /// Added to all scores through a constant column.
     pub shift: f32,
+    /// Whether new tokens are attended as given, not as the cache holds them (context steps).
+    pub new_tokens_given: bool,
     pub seed: u64,
 }
 
@@ -67,6 +69,7 @@ impl Scene {
             projects: false,
             sharpness: 4.0,
             shift: 0.0,
+            new_tokens_given: false,
             seed: 1,
         }
     }
@@ -185,6 +188,64 @@ impl Scene {
         inputs
     }
 
+    /// Of the tensors of all tokens, `[tokens, width]`, those of the cached or of the new ones.
+    fn part(&self, values: &[f32], width: usize, new: bool) -> Vec<f32> {
+        let (mut part, mut first) = (Vec::new(), 0);
+        for (cached, rows) in &self.requests {
+            let tokens = if new { first + cached..first + cached + rows } else { first..first + cached };
+            part.extend_from_slice(&values[tokens.start * width..tokens.end * width]);
+            first += cached + rows;
+        }
+        part
+    }
+
+    /// Writes of the cached tokens alone.
+    pub fn write_context_inputs(&self) -> Tensors {
+        let attention = self.configuration.attention;
+        let heads = attention.kv_heads();
+        let (table, width) = self.block_table();
+        let (mut positions, mut requests) = (Vec::new(), Vec::new());
+        for (request, (cached, _)) in self.requests.iter().enumerate() {
+            positions.extend(0..*cached as i64);
+            requests.extend(vec![request as i32; *cached]);
+        }
+        let n = positions.len();
+        let tensor = |values: &[f32], dim: usize| {
+            Tensor::from_f32(Dtype::Bf16, &[n, heads, dim], &self.part(values, heads * dim, false))
+        };
+        let mut inputs = Tensors::new()
+            .with("key", tensor(&self.keys(), attention.qk_dim()))
+            .with("positions", Tensor::from_i64(&[n], &positions))
+            .with("requests", Tensor::from_i32(&[n], &requests))
+            .with("block_table", Tensor::from_i32(&[self.requests.len(), width], &table));
+        if !attention.is_mla() {
+            inputs.insert("value", tensor(&self.values(), attention.value_dim()));
+        }
+        inputs
+    }
+
+    /// A step over the cached tokens with the new ones given; graph padding holds NaN.
+    pub fn context_inputs(&self) -> Tensors {
+        let (total, attention) = (self.configuration.total_heads(), self.configuration.attention);
+        let (rows, heads, requests) = (self.rows(), attention.kv_heads(), self.requests.len());
+        let lens: Vec<i32> = self.requests.iter().map(|(cached, _)| *cached as i32).collect();
+        let tensor = |values: &[f32], dim: usize| {
+            let mut part = self.part(values, heads * dim, true);
+            part.resize(rows * heads * dim, f32::NAN);
+            Tensor::from_f32(Dtype::Bf16, &[rows, heads, dim], &part)
+        };
+        let shape = [rows, total, attention.qk_dim()];
+        let mut inputs = self.metadata();
+        inputs.remove("seq_lens");
+        inputs.insert("context_lens", Tensor::from_i32(&[requests], &lens));
+        inputs.insert("query", Tensor::from_f32(Dtype::Bf16, &shape, &self.query()));
+        inputs.insert("key", tensor(&self.keys(), attention.qk_dim()));
+        if !attention.is_mla() {
+            inputs.insert("value", tensor(&self.values(), attention.value_dim()));
+        }
+        inputs
+    }
+
     pub fn attend_inputs(&self) -> Tensors {
         let (heads, attention) = (self.configuration.total_heads(), self.configuration.attention);
         let shape = [self.rows(), heads, attention.qk_dim()];
@@ -230,6 +291,8 @@ impl Scene {
         let mut dense = Vec::new();
         let mut first = 0;
         for (cached, rows) in &self.requests {
+            let given = |token: usize| self.new_tokens_given && token >= *cached;
+            let held = |token: usize, v: f32| if given(token) { f64::from(v) } else { self.cached(v) };
             for row in 0..*rows {
                 let visible = if self.mask == Mask::Causal { cached + row + 1 } else { cached + rows };
                 for head in 0..heads {
@@ -240,7 +303,7 @@ impl Scene {
                     let scores: Vec<f64> = (0..visible)
                         .map(|token| {
                             let products =
-                                q.iter().zip(key(token)).map(|(q, k)| f64::from(*q) * self.cached(*k));
+                                q.iter().zip(key(token)).map(|(q, k)| f64::from(*q) * held(token, *k));
                             products.sum::<f64>() * f64::from(configuration.softmax_scale)
                         })
                         .collect();
@@ -254,7 +317,7 @@ impl Scene {
                             &values[((first + token) * kv_heads + kv_head) * value_dim..][..value_dim]
                         };
                         let p = (score - max).exp() / sum;
-                        out.iter_mut().zip(value).for_each(|(o, v)| *o += p * self.cached(*v));
+                        out.iter_mut().zip(value).for_each(|(o, v)| *o += p * held(token, *v));
                     }
                     if self.projects {
                         let to = attention.v_head_dim();
