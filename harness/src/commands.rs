@@ -1,7 +1,9 @@
 //! The verbs, one file each.
 
+pub mod diff;
 pub mod doctor;
 pub mod explain;
+pub mod golden;
 pub mod judge;
 pub mod list;
 pub mod mutants;
@@ -84,7 +86,8 @@ impl CaseArgs {
 
 /// Reads a case file.
 pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| CommandError::Usage(format!("failed to read the case {}: {error}", path.display())))?;
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
+    })?;
     Case::from_json(&text).map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
 }

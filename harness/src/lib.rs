@@ -9,6 +9,7 @@ pub mod execute;
 pub mod expected;
 pub mod explain;
 pub mod finding;
+pub mod golden;
 pub mod judge;
 pub mod laboratory;
 mod localise;

@@ -21,7 +21,9 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let material = Material::of(case, engine.profile());
         let checks = match &material {
-            Err(why) => vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }],
+            Err(why) => {
+                vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }]
+            }
             Ok(material) => {
                 let laboratory = Laboratory::new(case, engine, material);
                 properties::of(case)

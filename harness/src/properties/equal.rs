@@ -215,7 +215,11 @@ fn compare(
                         let (low_a, high_a) = ours.out_interval(at(*row_a));
                         let (low_b, high_b) = theirs.out_interval(at(*row_b));
                         // ends of intervals are numbers of the output format, so these differences are exact
-                        Allowed::Between { expected: y, low: y + (low_a - high_b), high: y + (high_a - low_b) }
+                        Allowed::Between {
+                            expected: y,
+                            low: y + (low_a - high_b),
+                            high: y + (high_a - low_b),
+                        }
                     }
                 };
                 comparison.element(flat, x, allowed);
@@ -239,8 +243,7 @@ fn world(laboratory: &Laboratory) -> Result<Finding, Halt> {
 fn interleave(laboratory: &Laboratory) -> Result<Finding, Halt> {
     variant(laboratory, None, "another interleave size gives another output", false, |case| {
         let configuration = &mut case.configuration;
-        configuration.interleave =
-            if configuration.interleave == 1 { configuration.block_size } else { 1 };
+        configuration.interleave = if configuration.interleave == 1 { configuration.block_size } else { 1 };
     })
 }
 

@@ -131,14 +131,16 @@ fn dispatch_observed(laboratory: &Laboratory) -> Result<Finding, Halt> {
         }
     }
     let (other, path) = counted(laboratory, |c| {
-        c.comm_backend = if c.comm_backend == CommBackend::A2a { CommBackend::AgRs } else { CommBackend::A2a };
+        c.comm_backend =
+            if c.comm_backend == CommBackend::A2a { CommBackend::AgRs } else { CommBackend::A2a };
     })?;
     if effective.get("comm_backend") != path.get("comm_backend") && count == other {
         return broken(format!("two backends are reported, but {count} collectives ran with either"));
     }
     let attention = material.configuration().attention;
     let widths = (attention.value_dim(), attention.v_head_dim());
-    if material.is_projected() && widths.0 != widths.1 && observed.reply.outputs.find("partial_out").is_some() {
+    if material.is_projected() && widths.0 != widths.1 && observed.reply.outputs.find("partial_out").is_some()
+    {
         let says = effective.get("project_before_merge") == Some("true");
         let seen = material.exchanged_dim(observed);
         let wanted = if says { widths.1 } else { widths.0 };

@@ -11,7 +11,14 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
     id: "sequence.second-step",
     statement: "a second step of the session, with a smaller batch, other lengths and other blocks, is global attention as well",
     source: "captured metadata must be refreshed by every step",
-    bugs: &["vllm#36070", "ATOM#2102", "vllm-ascend#4221", "vllm-ascend#11072", "vllm-ascend#10895", "vllm-ascend#10878"],
+    bugs: &[
+        "vllm#36070",
+        "ATOM#2102",
+        "vllm-ascend#4221",
+        "vllm-ascend#11072",
+        "vllm-ascend#10895",
+        "vllm-ascend#10878",
+    ],
     tolerance: "certified interval of the declared rounding contract, per element",
     families: &[Family::Decode, Family::Verify, Family::Draft],
     applies: crate::run::is_small,
@@ -52,6 +59,7 @@ fn second_step(laboratory: &Laboratory) -> Result<Finding, Halt> {
         Ok(lengths) if !lengths.holds() => Stage::RowBound,
         _ => Stage::Output,
     };
-    let headline = "the second step of a session is not global attention, although the first is asked the same way";
+    let headline =
+        "the second step of a session is not global attention, although the first is asked the same way";
     Ok(comparison.finding(headline, stage, |flat| second.place(flat, &axes)))
 }

@@ -62,7 +62,11 @@ pub(super) const PROPERTIES: &[Property] = &[
 fn caches(laboratory: &Laboratory) -> Vec<(&'static str, usize)> {
     let attention = laboratory.attention().configuration().attention;
     let key = ("key_cache", attention.kv_heads() * attention.qk_dim());
-    if attention.is_mla() { vec![key] } else { vec![key, ("value_cache", attention.kv_heads() * attention.value_dim())] }
+    if attention.is_mla() {
+        vec![key]
+    } else {
+        vec![key, ("value_cache", attention.kv_heads() * attention.value_dim())]
+    }
 }
 
 fn round_trip(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -98,7 +102,11 @@ fn stored(
             for (request, spec) in material.case.workload.requests.iter().enumerate() {
                 let codes = material.cache_codes(name, request);
                 for position in 0..spec.seq_len() {
-                    let slot = material.layout.slot(position, material.dcp_rank(rank), material.block_table(request));
+                    let slot = material.layout.slot(
+                        position,
+                        material.dcp_rank(rank),
+                        material.block_table(request),
+                    );
                     let Ok(slot) = usize::try_from(slot) else { continue };
                     for element in 0..width {
                         let flat = (rank * slots + slot) * width + element;
@@ -142,10 +150,14 @@ fn single_writer(laboratory: &Laboratory) -> Result<Finding, Halt> {
             comparison.element(flat, seen[flat] as f64, Allowed::Exactly(wanted as f64));
         }
     }
-    Ok(comparison.finding("a token is written by the wrong rank or to the wrong slot", Stage::Layout, |flat| {
-        let token = flat % tokens;
-        format!("rank {}, request {} position {}", flat / tokens, requests[token], positions[token])
-    }))
+    Ok(comparison.finding(
+        "a token is written by the wrong rank or to the wrong slot",
+        Stage::Layout,
+        |flat| {
+            let token = flat % tokens;
+            format!("rank {}, request {} position {}", flat / tokens, requests[token], positions[token])
+        },
+    ))
 }
 
 fn untouched(laboratory: &Laboratory) -> Result<Finding, Halt> {
