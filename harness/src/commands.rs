@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use shardcheck_cases::{Case, SuiteName, suite};
 
 use crate::cli::CommandError;
+use crate::properties;
 use crate::select::{SelectArgs, Selection};
 
 /// Options that name a set of cases.
@@ -60,7 +61,11 @@ impl CaseArgs {
     pub fn selected(&self) -> Result<(Vec<Case>, Selection), CommandError> {
         let (mut cases, selection) = self.cases()?;
         let count = cases.len();
-        cases.retain(|case| selection.matches(&case.id(), case));
+        cases.retain(|case| {
+            let id = case.id();
+            selection.matches(&id, case)
+                && properties::of(case).any(|property| selection.matches_property(&id, case, property.id))
+        });
         if cases.is_empty() {
             return Err(CommandError::NothingSelected(format!(
                 "none of the {count} cases of {} is selected; `shardcheck list` prints ids, `shardcheck explain \

@@ -3,7 +3,7 @@
 use super::output::{StateBound, Terms, bound_state};
 use crate::attention::plain::{Element, Problem};
 use crate::layout::Layout;
-use crate::moments::{Moments, Underivable};
+use crate::moments::{Moments, Passes, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
 use shardcheck_formats::codec::{half_ulp, round};
@@ -101,7 +101,8 @@ pub fn certify<T: Element>(
     visible: &[Visible],
     contract: &Contract,
 ) -> Result<Certified, Underivable> {
-    certify_moments(&Moments::collect(problem, Split::Ranks(layout), visible)?, contract, false)
+    let passes = Passes::needed_by(contract);
+    certify_moments(&Moments::collect(problem, Split::Ranks(layout), visible, passes)?, contract, false)
 }
 
 /// The bound from moments that were taken before, with the terms if `keep_terms`.

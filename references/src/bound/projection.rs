@@ -9,7 +9,7 @@ use super::output::{StateBound, Terms, bound_state};
 use super::{Certified, CertifiedPart, certify_moments, gamma};
 use crate::attention::plain::{Element, Problem, Values};
 use crate::layout::Layout;
-use crate::moments::{Moments, State, Underivable};
+use crate::moments::{Moments, Passes, State, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
 use shardcheck_formats::codec::half_ulp;
@@ -110,10 +110,11 @@ pub fn certify_projected<T: Element>(
         problem.heads * latent_dim * v_dim,
         "weights are not [heads, latent, v_dim]"
     );
-    let moments = Moments::collect(problem, Split::Ranks(layout), visible)?;
+    let passes = Passes::needed_by(contract);
+    let moments = Moments::collect(problem, Split::Ranks(layout), visible, passes)?;
     let latent = certify_moments(&moments, contract, false)?;
     let by_head = (0..problem.heads)
-        .map(|head| project_head(problem, layout, visible, projection, head))
+        .map(|head| project_head(problem, layout, visible, projection, head, passes))
         .collect::<Result<Vec<_>, _>>()?;
     let mut projected = Certified { v_dim, partials: Vec::new(), ..Certified::empty(&by_head[0], true) };
     projected.heads = problem.heads;
@@ -145,6 +146,7 @@ fn project_head<T: Element>(
     visible: &[Visible],
     projection: &UpProjection,
     head: usize,
+    passes: Passes,
 ) -> Result<Moments, Underivable> {
     let (latent_dim, v_dim, kv_head) = (problem.v_dim, projection.v_dim, problem.kv_head(head));
     let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
@@ -179,7 +181,7 @@ fn project_head<T: Element>(
         sink: sink.as_ref().map(|sink| sink.as_slice()),
         softcap: problem.softcap,
     };
-    Moments::collect(&head_problem, Split::Ranks(layout), visible)
+    Moments::collect(&head_problem, Split::Ranks(layout), visible, passes)
 }
 
 /// One state before and after the projection.
