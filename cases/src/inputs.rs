@@ -19,7 +19,8 @@ use shape::Shape;
 
 /// Everything that is drawn for one attention case.
 ///
-/// All values are exactly bf16 and lie within the range of the cache format under the cache scale. Shapes use the words of
+/// All values are exactly bf16 and lie within the range of the cache format under the cache scale, except in writes of the hot
+/// probe, which nobody attends to. Shapes use the words of
 /// [`shardcheck_engine::Operation`], and L for the length of a request.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Inputs {

@@ -17,7 +17,8 @@ pub enum Probe {
     ForbiddenPoison,
     /// All scores strongly negative: an empty shard that claims LSE 0 takes over.
     Cold,
-    /// All scores strongly positive: overflow of an unshifted exponential.
+    /// All scores strongly positive: overflow of an unshifted exponential. In the write family, where nothing is scored, values
+    /// up to and beyond the largest one that the cache format holds.
     Hot,
     /// Position 0 takes most of the weight, as attention sinks do.
     Sink,

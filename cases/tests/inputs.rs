@@ -285,3 +285,25 @@ fn the_same_tokens_can_be_laid_out_for_another_world_size() {
     let filled = relaid.caches(&conventions()).get("key_cache").unwrap().to_f32();
     assert_eq!(filled.chunks_exact(24).filter(|row| !row[0].is_nan()).count(), 32 + 7 + 1);
 }
+
+#[test]
+fn hot_writes_reach_beyond_the_cache_format_and_meet_its_edges() {
+    for (cache, largest) in [("e4m3fn@0.5", 224.0), ("e4m3fnuz@0.5", 120.0), ("e5m2@0.25", 14336.0)] {
+        let inputs =
+            inputs(&format!("write/tiny-mla/tp2.dcp2.h1.s1.b8.{cache}.a2a.hi_lo.lat/63+1.seq/hot/1"));
+        let configuration = &inputs.case.configuration;
+        let keys = &inputs.keys[0];
+        let beyond = keys.iter().filter(|value| value.abs() > largest).count() as f64 / keys.len() as f64;
+        assert!((0.02..0.2).contains(&beyond), "{cache}: {beyond}");
+        let code = |value: f32, overflow| {
+            cache_code(configuration, &Conventions { overflow, ..conventions() }, value)
+        };
+        let differing = keys
+            .iter()
+            .filter(|value| code(**value, Overflow::Saturate) != code(**value, Overflow::NonFinite))
+            .count();
+        assert!(differing > keys.len() / 50, "{cache}: {differing} tell the policies apart");
+        let firsts: Vec<f32> = keys.chunks_exact(24).map(|key| key[0]).collect();
+        assert!(firsts.contains(&largest) && firsts.iter().any(|value| value.to_bits() == 1 << 31));
+    }
+}

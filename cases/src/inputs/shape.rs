@@ -6,7 +6,7 @@
 //! scale times a power of two, so that they survive the cast to an 8-bit format exactly.
 
 use shardcheck_engine::{Attention, Configuration};
-use shardcheck_formats::round_bf16;
+use shardcheck_formats::{half_ulp, round_bf16};
 
 use super::blocks::blocks_needed;
 use super::code::TokenCode;
@@ -114,6 +114,10 @@ impl<'a> Shape<'a> {
 
     /// The keys [K, Dk] of one position, not yet rounded.
     pub fn key_row(&self, request: usize, position: usize, out: &mut [f32]) {
+        if self.tries_the_range() {
+            self.draw.gaussian(Stream::Key, request, position * out.len(), out);
+            return self.spread_over_the_range(position, out);
+        }
         let dim = self.attention().qk_dim();
         let token = if self.case.probe == Probe::Cancellation { position / 2 } else { position };
         self.draw.gaussian(Stream::Key, request, token * out.len(), out);
@@ -138,6 +142,10 @@ impl<'a> Shape<'a> {
 
     /// The values [K, Dv] of one position, not yet rounded; nothing for MLA.
     pub fn value_row(&self, request: usize, position: usize, out: &mut [f32]) {
+        if self.tries_the_range() {
+            self.draw.gaussian(Stream::Value, request, position * out.len(), out);
+            return self.spread_over_the_range(position, out);
+        }
         let token = if self.case.probe == Probe::Cancellation { position / 2 } else { position };
         self.draw.gaussian(Stream::Value, request, token * out.len(), out);
         let unit = self.unit();
@@ -225,6 +233,26 @@ impl<'a> Shape<'a> {
     fn poison_value(&self, level: usize) -> f32 {
         let value = POISON_VALUE.min(0.9 * self.largest());
         if level.is_multiple_of(2) { value } else { -value }
+    }
+
+    /// A write that nobody attends to may leave the range of the cache format: what the cast does there is declared.
+    fn tries_the_range(&self) -> bool {
+        self.family == Family::Write && self.case.probe == Probe::Hot
+    }
+
+    /// Turns standard normal values into ones of which a twentieth lie beyond the largest finite value, and puts one of the
+    /// edges of the format first: the largest value, the ties above it and below the smallest one, both zeros.
+    fn spread_over_the_range(&self, position: usize, out: &mut [f32]) {
+        let dtype = self.configuration().kv_dtype;
+        let largest = self.largest();
+        out.iter_mut().for_each(|value| *value *= 0.5 * largest);
+        let scale = self.configuration().kv_scale;
+        let above = half_ulp(dtype, dtype.max_finite()) as f32 * scale;
+        let below = half_ulp(dtype, f64::MIN_POSITIVE) as f32 * scale;
+        let edges = [largest, largest + above, -largest - above, 1.5 * largest, below, -below, 0.0, -0.0];
+        if let Some(first) = out.first_mut() {
+            *first = edges[position % edges.len()];
+        }
     }
 
     /// One step of a steering element.
