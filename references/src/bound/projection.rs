@@ -4,7 +4,7 @@
 //! pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the values
 //! `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
 
-use super::accumulation::{Contribution, merge_arithmetic, partial_rounding};
+use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_rounding};
 use super::output::{StateBound, Terms, bound_state};
 use super::{Certified, CertifiedPart, certify_moments, gamma};
 use crate::attention::plain::{Element, Problem, Values};
@@ -287,7 +287,7 @@ impl One<'_> {
             let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();
             let roundoff = self.contract.partial.unit_roundoff();
             for v in 0..self.v_dim() {
-                terms.partial[v] += partial_rounding(&shares[v], self.contract.partial);
+                terms.partial[v] += partial_rounding(&shares[v], HalfUlp::of(self.contract.partial));
                 let before = terms.score[v] + terms.probability[v] + terms.sum[v] + terms.partial[v];
                 terms.merge[v] = merge_arithmetic(self.contract, &shares[v], roundoff)
                     + (self.values.out[v].abs() + before) * unnormalised;
