@@ -4,6 +4,7 @@
 //! ([`super::running`]), on whatever thread, and the results are joined in the order of tokens. It must agree with
 //! [`super::plain`], which says what is meant.
 
+use super::kernel::{LANES, MAX_TOKENS, STEP, WIDTH, products};
 use super::plain::{Attention, Element, Problem};
 use super::running::{Block, Centre, Running, run, spread};
 use crate::layout::Layout;
@@ -92,6 +93,40 @@ pub(crate) fn measure<T: Element>(
         }
     }
     Ok(states.into_iter().map(|state| state.expect("every state is in one block")).collect())
+}
+
+/// Projects the values of `tokens` of a KV head by `weights`, `[problem's v_dim][v_dim]`, into the rows of `value`,
+/// `[tokens of the problem][v_dim]`.
+pub(crate) fn project_values<T: Element>(
+    problem: &Problem<T>,
+    kv_head: usize,
+    tokens: &[usize],
+    weights: &[f32],
+    v_dim: usize,
+    value: &mut [f64],
+) {
+    let (latent, width) = (problem.v_dim, v_dim.next_multiple_of(LANES));
+    let mut columns = vec![0.0; latent * width];
+    for (c, row) in weights.chunks_exact(v_dim).enumerate() {
+        for (v, weight) in row.iter().enumerate() {
+            columns[(v / LANES * latent + c) * LANES + v % LANES] = f64::from(*weight);
+        }
+    }
+    for tokens in tokens.chunks(MAX_TOKENS) {
+        let rows = tokens.len().next_multiple_of(STEP);
+        let (mut latents, mut projected) = (vec![0.0; rows * latent], vec![0.0; rows * width]);
+        for (to, &token) in latents.chunks_exact_mut(latent).zip(tokens) {
+            for (to, from) in to.iter_mut().zip(problem.value_at(token, kv_head)) {
+                *to = (*from).into();
+            }
+        }
+        products(&latents, &columns, latent, &mut projected);
+        for (row, &token) in tokens.iter().enumerate() {
+            for (v, to) in value[token * v_dim..(token + 1) * v_dim].iter_mut().enumerate() {
+                *to = projected[(v / LANES * rows + row) * LANES + v % LANES];
+            }
+        }
+    }
 }
 
 /// Rows that are attended to together, and the tokens that any of them sees.
@@ -232,7 +267,7 @@ impl Group {
 
     /// Takes the second pass for the states of a block.
     fn centre<T: Element>(&self, problem: &Problem<T>, block: &Block, measured: &mut [State]) {
-        let width = problem.v_dim.next_multiple_of(super::kernel::WIDTH);
+        let width = problem.v_dim.next_multiple_of(WIDTH);
         let mut centre = Centre { lse: vec![0.0; block.vectors()], out: vec![0.0; measured.len() * width] };
         for (vector, state) in measured.iter().enumerate() {
             centre.lse[vector] = state.lse;
