@@ -266,9 +266,21 @@ impl KeyNorms {
     }
 }
 
-/// Euclidean length.
+/// Euclidean length, by eight sums side by side.
 pub(crate) fn length<T: Element>(vector: &[T]) -> f64 {
-    vector.iter().map(|x| (*x).into()).map(|x| x * x).sum::<f64>().sqrt()
+    let (chunks, rest) = vector.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for chunk in chunks {
+        for (sum, x) in sums.iter_mut().zip(chunk) {
+            let x: f64 = (*x).into();
+            *sum += x * x;
+        }
+    }
+    for (sum, x) in sums.iter_mut().zip(rest) {
+        let x: f64 = (*x).into();
+        *sum += x * x;
+    }
+    sums.iter().sum::<f64>().sqrt()
 }
 
 /// Score and size of one token.

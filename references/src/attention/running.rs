@@ -1,12 +1,14 @@
 //! Softmax attention of a block of query vectors over a list of tokens, a tile at a time, with running maxima.
 
-use super::kernel::{LANES, POWERS, STEP, WIDTH, add_powers, add_spread, add_values, products, weigh};
+use super::kernel::{
+    LANES, MAX_TOKENS, POWERS, STEP, WIDTH, add_powers, add_spread, add_values, products, raise, weigh,
+};
 use super::plain::{Element, Problem};
 use crate::moments::{RIVAL_GAP, length};
 use std::ops::Range;
 
 /// Tokens of a tile.
-const TILE: usize = 8 * STEP;
+const TILE: usize = MAX_TOKENS;
 
 /// Query vectors that read the same KV head, packed for the kernels.
 pub(super) struct Block {
@@ -14,7 +16,7 @@ pub(super) struct Block {
     pub(super) kv_head: usize,
     /// `(row, head)` of each vector.
     pub(super) states: Vec<(usize, usize)>,
-    /// `[vectors / 8][qk_dim][8]`; vectors beyond the states are zero.
+    /// Panels of eight vectors over the dimensions; vectors beyond the states are zero.
     queries: Vec<f64>,
     /// `[vectors]`: `|scale|·‖q‖`.
     query_size: Vec<f64>,
@@ -157,31 +159,24 @@ impl RunningMoments {
         }
     }
 
-    /// Notes the scores of a tile, `[tokens][vectors]`, before they become weights; −inf is masked.
-    fn note(
-        &mut self,
-        max: &[f64],
-        scores: &[f64],
-        positions: &[usize],
-        key_size: &[f64],
-        query_size: &[f64],
-    ) {
-        let mut max = max.to_vec();
-        for ((row, position), key_size) in scores.chunks_exact(max.len()).zip(positions).zip(key_size) {
-            for (vector, score) in row.iter().enumerate() {
-                if *score == f64::NEG_INFINITY {
+    /// Notes the scores of a tile before they become weights; −inf is masked.
+    fn note(&mut self, max: &[f64], tile: &Tile, positions: &[usize], query_size: &[f64]) {
+        for (vector, (max, query_size)) in max.iter().zip(query_size).enumerate() {
+            let mut max = *max;
+            for ((score, position), key_size) in tile.scores_of(vector).zip(positions).zip(&tile.key_size) {
+                if score == f64::NEG_INFINITY {
                     continue;
                 }
-                let size = key_size * query_size[vector];
-                self.min[vector] = self.min[vector].min(*score);
+                let size = key_size * query_size;
+                self.min[vector] = self.min[vector].min(score);
                 self.max_size[vector] = self.max_size[vector].max(size);
-                if *score > max[vector] {
-                    let near = score - max[vector] <= RIVAL_GAP;
+                if score > max {
+                    let near = score - max <= RIVAL_GAP;
                     self.rival[vector] =
                         if near { self.rival[vector].max(self.peak[vector].1) } else { -1.0 };
                     self.peak[vector] = (*position, size);
-                    max[vector] = *score;
-                } else if *score >= max[vector] - RIVAL_GAP {
+                    max = score;
+                } else if score >= max - RIVAL_GAP {
                     self.rival[vector] = self.rival[vector].max(size);
                 }
             }
@@ -189,30 +184,48 @@ impl RunningMoments {
     }
 }
 
-/// Buffers of one tile.
+/// Buffers of one tile. Rows beyond the last token weigh nothing.
 struct Tile {
+    /// Tokens, rounded up to whole steps.
+    rows: usize,
+    /// `[rows][qk_dim]`.
     keys: Vec<f64>,
+    /// Whether sizes of keys are wanted.
+    sized: bool,
+    /// `[rows]`: `‖k‖`.
     key_size: Vec<f64>,
+    /// Panels over the rows.
     values: Vec<f64>,
+    /// Panels of what is made of the values.
     derived: Vec<f64>,
+    /// Panels of vectors over the rows.
     scores: Vec<f64>,
+    /// As the scores.
     weights: Vec<f64>,
 }
 
 impl Tile {
-    fn new<T: Element>(problem: &Problem<T>, block: &Block, width: usize) -> Self {
+    fn new(sized: bool) -> Self {
+        let empty = Vec::new;
         Self {
-            keys: vec![0.0; TILE * problem.qk_dim],
-            key_size: vec![0.0; TILE],
-            values: vec![0.0; TILE * width],
-            derived: vec![0.0; TILE * width],
-            scores: vec![0.0; TILE * block.vectors()],
-            weights: vec![0.0; TILE * block.vectors()],
+            rows: 0,
+            sized,
+            keys: empty(),
+            key_size: empty(),
+            values: empty(),
+            derived: empty(),
+            scores: empty(),
+            weights: empty(),
         }
     }
 
-    /// Widens the tokens at `positions` and scores them; masked scores are −inf. Returns the number of scored rows,
-    /// padding included.
+    /// The scores of one vector, token by token.
+    fn scores_of(&self, vector: usize) -> impl Iterator<Item = f64> {
+        let panel = &self.scores[vector / LANES * self.rows * LANES..][..self.rows * LANES];
+        panel.iter().skip(vector % LANES).step_by(LANES).copied()
+    }
+
+    /// Widens the tokens at `positions`, whose indices begin at `first`, and scores them; masked scores are −inf.
     fn load<T: Element>(
         &mut self,
         problem: &Problem<T>,
@@ -220,35 +233,88 @@ impl Tile {
         positions: &[usize],
         first: usize,
         seen: &[Range<usize>],
-    ) -> usize {
-        let (rows, vectors) = (positions.len().next_multiple_of(STEP), block.vectors());
-        let width = self.values.len() / TILE;
+    ) {
+        self.rows = positions.len().next_multiple_of(STEP);
+        self.keys.resize(self.rows * problem.qk_dim, 0.0);
+        self.key_size.resize(self.rows, 0.0);
+        self.values.resize(self.rows * problem.v_dim.next_multiple_of(WIDTH), 0.0);
+        self.scores.resize(self.rows * block.vectors(), 0.0);
+        let mut poisoned = Vec::new();
         for (token, &position) in positions.iter().enumerate() {
             let key = problem.key_at(position, block.kv_head);
-            widen(key, &mut self.keys[token * problem.qk_dim..][..problem.qk_dim]);
-            self.key_size[token] = length(key);
-            let value = problem.value_at(position, block.kv_head);
-            widen(value, &mut self.values[token * width..][..problem.v_dim]);
-        }
-        let scores = &mut self.scores[..rows * vectors];
-        products(&self.keys[..rows * problem.qk_dim], &block.queries, problem.qk_dim, vectors, scores);
-        scores.iter_mut().for_each(|score| *score *= problem.scale);
-        if let Some(cap) = problem.softcap {
-            scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
-        }
-        scores[positions.len() * vectors..].fill(f64::NEG_INFINITY);
-        for (vector, seen) in seen.iter().enumerate() {
-            for token in (0..positions.len()).filter(|token| !seen.contains(&(first + token))) {
-                scores[token * vectors + vector] = f64::NEG_INFINITY;
+            for (to, from) in self.keys[token * problem.qk_dim..].iter_mut().zip(key) {
+                *to = (*from).into();
+            }
+            if self.sized {
+                self.key_size[token] = length(key);
+            }
+            if !self.load_value(problem.value_at(position, block.kv_head), token) {
+                poisoned.push(token);
             }
         }
-        rows
+        products(&self.keys, &block.queries, problem.qk_dim, &mut self.scores);
+        self.scores.iter_mut().for_each(|score| *score *= problem.scale);
+        if let Some(cap) = problem.softcap {
+            self.scores.iter_mut().for_each(|score| *score = cap * (*score / cap).tanh());
+        }
+        for token in poisoned {
+            self.score_all(token, f64::NAN);
+        }
+        for token in positions.len()..self.rows {
+            self.score_all(token, f64::NEG_INFINITY);
+        }
+        let last = first + positions.len();
+        for (vector, seen) in
+            seen.iter().enumerate().filter(|(_, seen)| seen.start > first || seen.end < last)
+        {
+            for token in (0..positions.len()).filter(|token| !seen.contains(&(first + token))) {
+                self.scores[(vector / LANES * self.rows + token) * LANES + vector % LANES] =
+                    f64::NEG_INFINITY;
+            }
+        }
     }
-}
 
-fn widen<T: Element>(from: &[T], to: &mut [f64]) {
-    for (to, from) in to.iter_mut().zip(from) {
-        *to = (*from).into();
+    /// Widens a value into the panels; whether it is finite. One that isn't is left zero: the rows that see the token
+    /// get a NaN by its score, and the others must not be touched by it.
+    fn load_value<T: Element>(&mut self, value: &[T], token: usize) -> bool {
+        let mut not_a_number = 0.0;
+        for (panel, columns) in value.chunks(WIDTH).enumerate() {
+            let start = (panel * self.rows + token) * WIDTH;
+            for (to, from) in self.values[start..start + WIDTH].iter_mut().zip(columns) {
+                *to = (*from).into();
+                not_a_number += *to * 0.0;
+            }
+        }
+        if not_a_number == 0.0 {
+            return true;
+        }
+        for panel in 0..value.len().div_ceil(WIDTH) {
+            self.values[(panel * self.rows + token) * WIDTH..][..WIDTH].fill(0.0);
+        }
+        false
+    }
+
+    /// Gives a token the same score for every vector.
+    fn score_all(&mut self, token: usize, score: f64) {
+        for panel in self.scores.chunks_exact_mut(self.rows * LANES) {
+            panel[token * LANES..][..LANES].fill(score);
+        }
+    }
+
+    /// Makes weights of the scores, adding them to `sum`. A maximum of −inf, of a vector that has seen nothing, is not
+    /// subtracted.
+    fn weigh(&mut self, max: &[f64], sum: &mut [f64]) {
+        let max: Vec<f64> =
+            max.iter().map(|max| if *max == f64::NEG_INFINITY { 0.0 } else { *max }).collect();
+        self.weights.resize(self.scores.len(), 0.0);
+        weigh(&self.scores, self.rows, &max, sum, &mut self.weights);
+    }
+
+    /// Adds `Σ weight·f(value)` to `out`.
+    fn add_derived(&mut self, f: impl Fn(f64) -> f64, width: usize, out: &mut [f64]) {
+        self.derived.clear();
+        self.derived.extend(self.values.iter().map(|v| f(*v)));
+        add_values(&self.weights, &self.derived, self.rows, width, out);
     }
 }
 
@@ -262,60 +328,41 @@ pub(super) fn run<T: Element>(
     with_moments: bool,
 ) -> Running {
     let mut running = Running::new(block, problem.v_dim, with_moments);
-    let mut tile = Tile::new(problem, block, running.width);
+    let mut tile = Tile::new(with_moments);
     for first in tokens.clone().step_by(TILE) {
         let positions = &positions[first..tokens.end.min(first + TILE)];
-        let rows = tile.load(problem, block, positions, first, seen);
-        running.take(block, &mut tile, positions, rows);
+        tile.load(problem, block, positions, first, seen);
+        running.take(block, &mut tile, positions);
     }
     running
 }
 
 impl Running {
     /// Adds a scored tile.
-    fn take(&mut self, block: &Block, tile: &mut Tile, positions: &[usize], rows: usize) {
-        let (vectors, width, count) = (block.vectors(), self.width, positions.len());
-        let scores = &tile.scores[..rows * vectors];
+    fn take(&mut self, block: &Block, tile: &mut Tile, positions: &[usize]) {
         if let Some(moments) = &mut self.moments {
-            let sizes = &tile.key_size[..count];
-            moments.note(&self.max, &scores[..count * vectors], positions, sizes, &block.query_size);
+            moments.note(&self.max, tile, positions, &block.query_size);
         }
-        self.raise(scores);
-        // a vector that has seen nothing yet has no maximum to subtract
-        let max: Vec<f64> =
-            self.max.iter().map(|max| if *max == f64::NEG_INFINITY { 0.0 } else { *max }).collect();
-        let weights = &mut tile.weights[..rows * vectors];
-        weights.copy_from_slice(scores);
-        weigh(weights, &max, &mut self.sum);
-        let weights = &weights[..count * vectors];
-        let values = &tile.values[..count * width];
-        add_values(weights, vectors, values, width, &mut self.out);
+        self.raise(tile);
+        tile.weigh(&self.max, &mut self.sum);
+        add_values(&tile.weights, &tile.values, tile.rows, self.width, &mut self.out);
         if let Some(moments) = &mut self.moments {
-            let sizes = &tile.key_size[..count];
-            add_powers(weights, &scores[..count * vectors], sizes, &block.query_size, &mut moments.powers);
-            let derived = &mut tile.derived[..count * width];
-            derived.iter_mut().zip(values).for_each(|(to, v)| *to = v.abs());
-            add_values(weights, vectors, derived, width, &mut moments.abs);
-            derived.iter_mut().zip(values).for_each(|(to, v)| *to = v * v);
-            add_values(weights, vectors, derived, width, &mut moments.square);
+            let Tile { weights, scores, key_size, .. } = &*tile;
+            add_powers(weights, scores, key_size, &block.query_size, &mut moments.powers);
+            tile.add_derived(f64::abs, self.width, &mut moments.abs);
+            tile.add_derived(|v| v * v, self.width, &mut moments.square);
         }
     }
 
     /// Raises the running maxima to those of a tile, and scales the sums down with them.
-    fn raise(&mut self, scores: &[f64]) {
+    fn raise(&mut self, tile: &Tile) {
         let mut raised = self.max.clone();
-        for row in scores.chunks_exact(raised.len()) {
-            for (max, score) in raised.iter_mut().zip(row) {
-                *max = max.max(*score);
-            }
-        }
-        for vector in 0..raised.len() {
-            if raised[vector] > self.max[vector] {
-                let factor = (self.max[vector] - raised[vector]).exp();
-                if factor != 1.0 && self.max[vector] != f64::NEG_INFINITY {
-                    self.each_sum(vector, None, |sum, _| *sum *= factor);
-                }
-                self.max[vector] = raised[vector];
+        raise(&tile.scores, tile.rows, &mut raised);
+        for (vector, raised) in raised.into_iter().enumerate() {
+            let before = std::mem::replace(&mut self.max[vector], raised);
+            if raised > before && before != f64::NEG_INFINITY {
+                let factor = (before - raised).exp();
+                self.each_sum(vector, None, |sum, _| *sum *= factor);
             }
         }
     }
@@ -330,23 +377,18 @@ pub(super) fn spread<T: Element>(
     seen: &[Range<usize>],
     centre: &Centre,
 ) -> Vec<f64> {
-    let (width, vectors) = (problem.v_dim.next_multiple_of(WIDTH), block.vectors());
+    let width = problem.v_dim.next_multiple_of(WIDTH);
     let mut spread = vec![0.0; block.states.len() * width];
-    let mut tile = Tile::new(problem, block, width);
-    let lse: Vec<f64> =
-        centre.lse.iter().map(|lse| if *lse == f64::NEG_INFINITY { 0.0 } else { *lse }).collect();
-    let mut unused = vec![0.0; vectors];
+    let mut tile = Tile::new(false);
+    let mut unused = vec![0.0; block.vectors()];
     for first in tokens.clone().step_by(TILE) {
         let positions = &positions[first..tokens.end.min(first + TILE)];
-        let rows = tile.load(problem, block, positions, first, seen);
-        let weights = &mut tile.weights[..rows * vectors];
-        weights.copy_from_slice(&tile.scores[..rows * vectors]);
-        weigh(weights, &lse, &mut unused);
-        let (weights, values) =
-            (&weights[..positions.len() * vectors], &tile.values[..positions.len() * width]);
+        tile.load(problem, block, positions, first, seen);
+        tile.weigh(&centre.lse, &mut unused);
         for (vector, spread) in spread.chunks_exact_mut(width).enumerate() {
             let centre = &centre.out[vector * width..(vector + 1) * width];
-            add_spread(&weights[vector..], vectors, values, centre, spread);
+            let panel = &tile.weights[vector / LANES * tile.rows * LANES..][..tile.rows * LANES];
+            add_spread(panel, vector % LANES, &tile.values, centre, spread);
         }
     }
     spread

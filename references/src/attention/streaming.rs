@@ -4,6 +4,7 @@
 //! ([`super::running`]), on whatever thread, and the results are joined in the order of tokens. It must agree with
 //! [`super::plain`], which says what is meant.
 
+use super::kernel::{LANES, MAX_TOKENS, STEP, WIDTH, products};
 use super::plain::{Attention, Element, Problem};
 use super::running::{Block, Centre, Running, run, spread};
 use crate::layout::Layout;
@@ -74,11 +75,13 @@ pub(crate) fn measure<T: Element>(
     for group in groups(problem, split, visible) {
         for (block, by_part) in group.run(problem, true) {
             let seen = group.seen(&block);
+            let sums = group.sums_of_abs(problem, &block);
             let mut measured: Vec<State> = (0..block.states.len())
                 .into_par_iter()
                 .map(|vector| {
                     let counts: Vec<usize> = seen.iter().map(|seen| seen[vector].len()).collect();
-                    state(problem, &group, &block, &by_part, vector, &counts)
+                    let row = block.states[vector].0 - block.states[0].0;
+                    state(problem, &block, &by_part, vector, &counts, &sums[row])
                 })
                 .collect::<Result<_, _>>()?;
             if centred {
@@ -90,6 +93,40 @@ pub(crate) fn measure<T: Element>(
         }
     }
     Ok(states.into_iter().map(|state| state.expect("every state is in one block")).collect())
+}
+
+/// Projects the values of `tokens` of a KV head by `weights`, `[problem's v_dim][v_dim]`, into the rows of `value`,
+/// `[tokens of the problem][v_dim]`.
+pub(crate) fn project_values<T: Element>(
+    problem: &Problem<T>,
+    kv_head: usize,
+    tokens: &[usize],
+    weights: &[f32],
+    v_dim: usize,
+    value: &mut [f64],
+) {
+    let (latent, width) = (problem.v_dim, v_dim.next_multiple_of(LANES));
+    let mut columns = vec![0.0; latent * width];
+    for (c, row) in weights.chunks_exact(v_dim).enumerate() {
+        for (v, weight) in row.iter().enumerate() {
+            columns[(v / LANES * latent + c) * LANES + v % LANES] = f64::from(*weight);
+        }
+    }
+    for tokens in tokens.chunks(MAX_TOKENS) {
+        let rows = tokens.len().next_multiple_of(STEP);
+        let (mut latents, mut projected) = (vec![0.0; rows * latent], vec![0.0; rows * width]);
+        for (to, &token) in latents.chunks_exact_mut(latent).zip(tokens) {
+            for (to, from) in to.iter_mut().zip(problem.value_at(token, kv_head)) {
+                *to = (*from).into();
+            }
+        }
+        products(&latents, &columns, latent, &mut projected);
+        for (row, &token) in tokens.iter().enumerate() {
+            for (v, to) in value[token * v_dim..(token + 1) * v_dim].iter_mut().enumerate() {
+                *to = projected[(v / LANES * rows + row) * LANES + v % LANES];
+            }
+        }
+    }
 }
 
 /// Rows that are attended to together, and the tokens that any of them sees.
@@ -189,23 +226,48 @@ impl Group {
                 run(problem, &blocks[*block], positions, tokens.clone(), seen, with_moments)
             })
             .collect();
-        let mut joined: Vec<(Block, Vec<Running>)> = blocks
+        let mut joined: Vec<Vec<Option<Running>>> =
+            blocks.iter().map(|_| vec![None; self.positions.len()]).collect();
+        for ((block, part, _), running) in work.into_iter().zip(done) {
+            match &mut joined[block][part] {
+                Some(before) => before.join(&running),
+                none => *none = Some(running),
+            }
+        }
+        let or_empty = |block: &Block, running: Option<Running>| {
+            running.unwrap_or_else(|| Running::new(block, problem.v_dim, with_moments))
+        };
+        blocks
             .into_iter()
-            .map(|block| {
-                let empty = Running::new(&block, problem.v_dim, with_moments);
-                let parts = vec![empty; self.positions.len()];
+            .zip(joined)
+            .map(|(block, parts)| {
+                let parts = parts.into_iter().map(|running| or_empty(&block, running)).collect();
                 (block, parts)
             })
-            .collect();
-        for ((block, part, _), running) in work.into_iter().zip(done) {
-            joined[block].1[part].join(&running);
-        }
-        joined
+            .collect()
+    }
+
+    /// `[rows of the block][parts][v_dim]`: `Σ |v|` over the tokens that the row sees.
+    fn sums_of_abs<T: Element>(&self, problem: &Problem<T>, block: &Block) -> Vec<Vec<Vec<f64>>> {
+        let rows = block.states[0].0..block.states[block.states.len() - 1].0 + 1;
+        let of_part = |row: usize, part: usize| {
+            let mut sums = vec![0.0; problem.v_dim];
+            for &position in &self.positions[part][self.seen[part][row - self.rows.start].clone()] {
+                for (sum, v) in sums.iter_mut().zip(problem.value_at(position, block.kv_head)) {
+                    let v: f64 = (*v).into();
+                    *sum += v.abs();
+                }
+            }
+            sums
+        };
+        rows.into_par_iter()
+            .map(|row| (0..self.positions.len()).map(|part| of_part(row, part)).collect())
+            .collect()
     }
 
     /// Takes the second pass for the states of a block.
     fn centre<T: Element>(&self, problem: &Problem<T>, block: &Block, measured: &mut [State]) {
-        let width = problem.v_dim.next_multiple_of(super::kernel::WIDTH);
+        let width = problem.v_dim.next_multiple_of(WIDTH);
         let mut centre = Centre { lse: vec![0.0; block.vectors()], out: vec![0.0; measured.len() * width] };
         for (vector, state) in measured.iter().enumerate() {
             centre.lse[vector] = state.lse;
@@ -238,11 +300,11 @@ fn chunks(tokens: usize) -> impl Iterator<Item = Range<usize>> {
 /// Assembles one state.
 fn state<T: Element>(
     problem: &Problem<T>,
-    group: &Group,
     block: &Block,
     by_part: &[Running],
     vector: usize,
     counts: &[usize],
+    sums_of_abs: &[Vec<f64>],
 ) -> Result<State, Underivable> {
     let (row, head) = block.states[vector];
     let sink = problem.sink.map(|sink| sink[head]);
@@ -263,14 +325,8 @@ fn state<T: Element>(
         }
         parts.push(part);
     }
-    for (index, part) in parts.iter_mut().enumerate() {
-        let seen = group.seen[index][row - group.rows.start].clone();
-        for &position in &group.positions[index][seen] {
-            for (sum, v) in part.sum_abs.iter_mut().zip(problem.value_at(position, block.kv_head)) {
-                let v: f64 = (*v).into();
-                *sum += v.abs();
-            }
-        }
+    for (part, sums) in parts.iter_mut().zip(sums_of_abs) {
+        part.sum_abs.copy_from_slice(sums);
     }
     let lse = weigh::<super::plain::Platform>(&mut parts, sink);
     Ok(State {
