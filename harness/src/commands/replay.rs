@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
-use crate::commands::read_case;
 use crate::commands::reporting::full_text;
+use crate::commands::{print, read_case};
 use crate::engines;
 use crate::run::judge_case;
 use crate::run_directory::resolve;
@@ -31,7 +31,7 @@ pub struct Args {
     #[arg(long, value_name = "ID")]
     property: Vec<String>,
 
-    /// Give an engine's step up after this many seconds
+    /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
     timeout_s: f64,
 
@@ -66,9 +66,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for case in &cases {
         let result = judge_case(case, engine.as_ref(), &only);
         if args.json {
-            println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
+            print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
-            print!("{}", full_text(&result, None));
+            print(full_text(&result, None))?;
         }
         statuses.push(result.status);
     }
