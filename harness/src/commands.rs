@@ -52,6 +52,9 @@ impl CaseArgs {
             self.files.iter().map(|path| read_case(path)).collect::<Result<_, _>>()?
         };
         let selection = self.select.selection().map_err(CommandError::usage)?;
+        selection
+            .check_properties(properties::all().map(|property| property.id))
+            .map_err(CommandError::usage)?;
         let ids: Vec<String> = cases.iter().map(Case::id).collect();
         selection.check_exact(ids.iter().map(String::as_str)).map_err(CommandError::usage)?;
         Ok((cases, selection))

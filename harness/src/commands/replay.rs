@@ -8,8 +8,10 @@ use crate::cli::CommandError;
 use crate::commands::reporting::full_text;
 use crate::commands::{print, read_case};
 use crate::engines;
+use crate::nearest::nearest;
 use crate::run::judge_case;
 use crate::run_directory::resolve;
+use crate::select::SelectError;
 use crate::status::Exit;
 
 /// Options of `replay`.
@@ -51,9 +53,11 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for property in &args.property {
         if crate::properties::find(property).is_none() {
-            return Err(CommandError::Usage(format!(
-                "no property has the id {property:?}; `shardcheck explain properties` lists them"
-            )));
+            let known = crate::properties::all().map(|property| property.id);
+            return Err(CommandError::usage(SelectError::UnknownProperty {
+                id: property.clone(),
+                nearest: nearest(property, known).map(str::to_owned),
+            }));
         }
     }
     let cases = find(args)?;
