@@ -34,6 +34,10 @@ enum Verb {
     Judge(commands::judge::Args),
     /// Try the known faults: which property kills which
     Mutants(commands::mutants::Args),
+    /// Compare two runs: what newly fails, what was fixed, what drifted
+    Diff(commands::diff::Args),
+    /// Make or verify the golden vectors that other programs can load
+    Golden(commands::golden::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -94,6 +98,8 @@ pub fn main() -> Exit {
         Verb::Replay(args) => commands::replay::run(&args),
         Verb::Judge(args) => commands::judge::run(&args),
         Verb::Mutants(args) => commands::mutants::run(&args),
+        Verb::Diff(args) => commands::diff::run(&args),
+        Verb::Golden(args) => commands::golden::run(&args),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

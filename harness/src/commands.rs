@@ -1,7 +1,9 @@
 //! The verbs, one file each.
 
+pub mod diff;
 pub mod doctor;
 pub mod explain;
+pub mod golden;
 pub mod judge;
 pub mod list;
 pub mod mutants;
@@ -14,6 +16,7 @@ use std::path::PathBuf;
 use shardcheck_cases::{Case, SuiteName, suite};
 
 use crate::cli::CommandError;
+use crate::properties;
 use crate::select::{SelectArgs, Selection};
 
 /// Options that name a set of cases.
@@ -60,7 +63,11 @@ impl CaseArgs {
     pub fn selected(&self) -> Result<(Vec<Case>, Selection), CommandError> {
         let (mut cases, selection) = self.cases()?;
         let count = cases.len();
-        cases.retain(|case| selection.matches(&case.id(), case));
+        cases.retain(|case| {
+            let id = case.id();
+            selection.matches(&id, case)
+                && properties::of(case).any(|property| selection.matches_property(&id, case, property.id))
+        });
         if cases.is_empty() {
             return Err(CommandError::NothingSelected(format!(
                 "none of the {count} cases of {} is selected; `shardcheck list` prints ids, `shardcheck explain \
@@ -79,7 +86,8 @@ impl CaseArgs {
 
 /// Reads a case file.
 pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| CommandError::Usage(format!("failed to read the case {}: {error}", path.display())))?;
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
+    })?;
     Case::from_json(&text).map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
 }

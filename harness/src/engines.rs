@@ -37,7 +37,11 @@ fn hint(suggestion: Option<&str>) -> String {
 ///
 /// # Errors
 /// [`EngineChoiceError`]; all of them are usage errors.
-pub fn open(name: &str, fault_name: Option<&str>, timeout_s: f64) -> Result<Box<dyn Engine>, EngineChoiceError> {
+pub fn open(
+    name: &str,
+    fault_name: Option<&str>,
+    timeout_s: f64,
+) -> Result<Box<dyn Engine>, EngineChoiceError> {
     if name != "cpu" {
         return Err(EngineChoiceError::UnknownEngine { name: name.to_owned() });
     }

@@ -98,7 +98,9 @@ pub fn execute(
             pool.install(|| produce(plan, &stop, &send));
         });
         for message in receive {
-            if let Err(error) = take(message, plan, directory, show, &mut statuses, &mut survivors, &mut judged) {
+            if let Err(error) =
+                take(message, plan, directory, show, &mut statuses, &mut survivors, &mut judged)
+            {
                 stop.store(true, Ordering::Relaxed);
                 return Err(error);
             }
@@ -122,7 +124,8 @@ pub fn execute(
 
 fn exit_of(statuses: &[Status], survivors: usize, cut_short: bool) -> Exit {
     match Exit::of(statuses.iter().copied()) {
-        Exit::Passed if survivors > 0 => Exit::MutantsSurvived,
+        // a fault that survives says more about the run than a case that could not be decided
+        Exit::Passed | Exit::Inconclusive if survivors > 0 => Exit::MutantsSurvived,
         Exit::Passed if cut_short => Exit::RerunOutstanding,
         exit => exit,
     }
@@ -135,7 +138,8 @@ fn produce(plan: &Plan<'_>, stop: &AtomicBool, send: &mpsc::Sender<Message>) {
         }
         let id = case.id();
         let recorder = Recorder::new(plan.engine);
-        let only = |property: &crate::properties::Property| plan.selection.matches_property(&id, case, property.id);
+        let only =
+            |property: &crate::properties::Property| plan.selection.matches_property(&id, case, property.id);
         let result = judge_case(case, &recorder, &only);
         let recording = result.status.is_failure().then(|| recorder.recording());
         // the receiver is gone only after an error that ends the run

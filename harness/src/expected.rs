@@ -58,11 +58,13 @@ pub struct ExpectedState {
 }
 
 impl Expected {
-    /// Larger deviation that is allowed for output `index`; 0 where equality is asked.
-    pub fn out_width(&self, index: usize) -> f64 {
+    /// Smallest and largest value that output `index` may have.
+    pub fn out_interval(&self, index: usize) -> (f64, f64) {
         match self.out[index] {
-            Allowed::Between { expected, low, high } => (high - expected).max(expected - low),
-            _ => 0.0,
+            Allowed::Between { low, high, .. } => (low, high),
+            Allowed::Exactly(value) => (value, value),
+            Allowed::NegativeInfinity => (f64::NEG_INFINITY, f64::NEG_INFINITY),
+            Allowed::Undefined => (f64::NEG_INFINITY, f64::INFINITY),
         }
     }
 }
@@ -70,8 +72,7 @@ impl Expected {
 /// Allowed values of a certified output element.
 pub(crate) fn allowed_out(out: f64, pre: f64, dtype: shardcheck_formats::Dtype) -> Allowed {
     let (low, high) = interval(out, pre, dtype);
-    // rounding may carry the exact value itself across an end of the interval
-    Allowed::Between { expected: out, low: low.min(out), high: high.max(out) }
+    Allowed::Between { expected: out, low, high }
 }
 
 /// What may be seen of the step of an attention case.
@@ -101,8 +102,9 @@ pub fn attention(material: &AttentionMaterial, contract: &Contract) -> Result<Ex
                     ProjectionOrder::AfterMerge
                 };
                 let projection = UpProjection { weights, v_dim };
-                let both = certify_projected(&problem, &material.layout, &visible, contract, &projection, order)
-                    .map_err(|error| error.to_string())?;
+                let both =
+                    certify_projected(&problem, &material.layout, &visible, contract, &projection, order)
+                        .map_err(|error| error.to_string())?;
                 expected.take_output(place, &both.projected, contract);
                 expected.take_partials(place, &both.latent, false);
                 expected.take_partials(place, &both.projected, true);
@@ -124,8 +126,10 @@ pub fn attention(material: &AttentionMaterial, contract: &Contract) -> Result<Ex
 pub fn context_state(material: &AttentionMaterial, contract: &Contract) -> Result<ExpectedState, String> {
     let states = material.rows.len() * material.heads();
     let dim = material.configuration().attention.value_dim();
-    let mut expected =
-        ExpectedState { out: vec![Allowed::Undefined; states * dim], lse: vec![Allowed::NegativeInfinity; states] };
+    let mut expected = ExpectedState {
+        out: vec![Allowed::Undefined; states * dim],
+        lse: vec![Allowed::NegativeInfinity; states],
+    };
     for (request, spec) in material.case.workload.requests.iter().enumerate() {
         if spec.context_tokens == 0 || spec.query_tokens == 0 {
             continue;
@@ -135,14 +139,15 @@ pub fn context_state(material: &AttentionMaterial, contract: &Contract) -> Resul
             let query = query_of(material, request, group);
             let problem = problem(material, request, &query);
             let chunks = chunk_tokens(material, request, false);
-            let certified =
-                certify_chain(&problem, &chunks, &visible, contract, false).map_err(|error| error.to_string())?;
+            let certified = certify_chain(&problem, &chunks, &visible, contract, false)
+                .map_err(|error| error.to_string())?;
             let place = Place { material, request, group };
             for (from, to) in place.states(&certified) {
                 expected.lse[to] = allowed_lse(&certified.lse, &certified.lse_bound, from);
                 for d in 0..dim {
                     let out = certified.out[from * dim + d];
-                    expected.out[to * dim + d] = Allowed::near(out, certified.pre[from * dim + d] + U32 * out.abs());
+                    expected.out[to * dim + d] =
+                        Allowed::near(out, certified.pre[from * dim + d] + U32 * out.abs());
                 }
             }
         }
@@ -153,8 +158,7 @@ pub fn context_state(material: &AttentionMaterial, contract: &Contract) -> Resul
 /// Tokens of each chunk of a request's context, and of the new rows as the last part where they are merged.
 fn chunk_tokens(material: &AttentionMaterial, request: usize, with_new: bool) -> Vec<usize> {
     let cached: Vec<usize> = material.case.workload.requests.iter().map(|r| r.context_tokens).collect();
-    let plan =
-        ChunkPlan::block_padded(&material.layout, &cached, material.case.workload.chunk_budget_tokens);
+    let plan = ChunkPlan::block_padded(&material.layout, &cached, material.case.workload.chunk_budget_tokens);
     let mut tokens: Vec<usize> = plan.chunks.iter().map(|chunk| chunk.tokens(request)).collect();
     if with_new {
         tokens.push(material.case.workload.requests[request].query_tokens);
@@ -194,11 +198,8 @@ fn query_of(material: &AttentionMaterial, request: usize, group: usize) -> Vec<f
 fn problem<'a>(material: &'a AttentionMaterial, request: usize, query: &'a [f32]) -> Problem<'a> {
     let configuration = material.configuration();
     let attention = configuration.attention;
-    let values = if attention.is_mla() {
-        Values::KeyPrefix
-    } else {
-        Values::Separate(&material.held_values[request])
-    };
+    let values =
+        if attention.is_mla() { Values::KeyPrefix } else { Values::Separate(&material.held_values[request]) };
     Problem::new(
         configuration.gathered_heads(),
         attention.kv_heads(),

@@ -304,7 +304,8 @@ mod tests {
 
     #[test]
     fn undefined_elements_are_not_counted_as_compared() {
-        let comparison = Comparison::all("partial", &[f64::NAN, 0.0], &[Allowed::Undefined, Allowed::Exactly(0.0)]);
+        let comparison =
+            Comparison::all("partial", &[f64::NAN, 0.0], &[Allowed::Undefined, Allowed::Exactly(0.0)]);
         assert!(comparison.holds());
         assert_eq!(comparison.measured().compared, 1);
     }

@@ -5,7 +5,9 @@
 use std::cell::{OnceCell, RefCell};
 
 use shardcheck_cases::Case;
-use shardcheck_engine::{Answer, Configuration, Engine, EngineError, Operation, Reply, Session, Tensor, Tensors};
+use shardcheck_engine::{
+    Answer, Configuration, Engine, EngineError, Operation, Reply, Session, Tensor, Tensors,
+};
 use shardcheck_formats::Dtype;
 
 use crate::finding::{Failure, Finding, Stage};
@@ -71,7 +73,8 @@ impl Observed {
     /// # Errors
     /// [`Halt::Broken`] that names what is wrong.
     pub fn output(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&Tensor, Halt> {
-        let tensor = self.reply.outputs.get(name).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
+        let tensor =
+            self.reply.outputs.get(name).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
         tensor.expect(name, dtype, shape).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
         Ok(tensor)
     }

@@ -2,11 +2,14 @@
 
 pub mod cli;
 pub mod commands;
+pub mod diff;
 pub mod engines;
 pub mod event;
 pub mod execute;
 pub mod expected;
+pub mod explain;
 pub mod finding;
+pub mod golden;
 pub mod judge;
 pub mod laboratory;
 mod localise;
@@ -25,5 +28,7 @@ pub mod status;
 pub mod store;
 pub mod summary;
 
+#[cfg(test)]
+mod documentation;
 #[cfg(test)]
 mod sample;

@@ -28,7 +28,8 @@ pub(crate) fn row_lengths(material: &AttentionMaterial, observed: &Observed) -> 
     let seen = observed.observable("row_lens", Dtype::I32, &[ranks, rows])?.to_i64();
     let mut wanted = Vec::with_capacity(ranks * rows);
     for rank in 0..ranks {
-        wanted.extend((0..rows).map(|row| material.local_visible_tokens(row, material.dcp_rank(rank)) as i64));
+        wanted
+            .extend((0..rows).map(|row| material.local_visible_tokens(row, material.dcp_rank(rank)) as i64));
     }
     Ok(Comparison::integers("row_lens", &seen, &wanted))
 }
@@ -48,7 +49,11 @@ pub(crate) fn gathered_query(material: &AttentionMaterial, observed: &Observed) 
                 let base = ((rank * rows + row) * gathered + head) * dim;
                 let given = material.query(row, first_head + head);
                 for d in 0..dim {
-                    comparison.element(base + d, f64::from(seen[base + d]), Allowed::Exactly(f64::from(given[d])));
+                    comparison.element(
+                        base + d,
+                        f64::from(seen[base + d]),
+                        Allowed::Exactly(f64::from(given[d])),
+                    );
                 }
             }
         }
@@ -57,7 +62,10 @@ pub(crate) fn gathered_query(material: &AttentionMaterial, observed: &Observed) 
 }
 
 /// Partial LSEs as natural logarithms, whatever base the engine declares.
-pub(crate) fn natural_partial_lse(material: &AttentionMaterial, observed: &Observed) -> Result<Vec<f64>, Halt> {
+pub(crate) fn natural_partial_lse(
+    material: &AttentionMaterial,
+    observed: &Observed,
+) -> Result<Vec<f64>, Halt> {
     let axes = gathered_axes(material, 1);
     let shape: Vec<_> = axes.iter().map(|axis| axis.1).collect();
     let seen = observed.observable("partial_lse", Dtype::F32, &shape)?.to_f64();
@@ -125,7 +133,10 @@ pub(crate) fn stage_of(laboratory: &Laboratory, last: Stage) -> Stage {
     if wrong(gathered_query(material, observed)) {
         return Stage::Query;
     }
-    if last == Stage::Partial || wrong(partial_lse(material, observed)) || wrong(partial_output(material, observed)) {
+    if last == Stage::Partial
+        || wrong(partial_lse(material, observed))
+        || wrong(partial_output(material, observed))
+    {
         return Stage::Partial;
     }
     last

@@ -195,14 +195,29 @@ impl AttentionMaterial {
         for (index, request) in self.case.workload.requests.iter().enumerate() {
             let attention = self.configuration().attention;
             let hidden = request.context_tokens + 1;
-            for (tokens, width) in
-                [(&mut inputs.keys[index], attention.qk_dim()), (&mut inputs.values[index], attention.value_dim())]
-            {
+            for (tokens, width) in [
+                (&mut inputs.keys[index], attention.qk_dim()),
+                (&mut inputs.values[index], attention.value_dim()),
+            ] {
                 let from = (hidden * attention.kv_heads() * width).min(tokens.len());
                 tokens[from..].iter_mut().for_each(|value| *value = -*value);
             }
         }
-        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
+            .map_err(Halt::Inconclusive)
+    }
+
+    /// The same case with keys and values multiplied by `factor`, a power of two.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn magnified(&self, factor: f32) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        for tokens in [&mut inputs.keys, &mut inputs.values] {
+            tokens.iter_mut().flatten().for_each(|value| *value *= factor);
+        }
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
+            .map_err(Halt::Inconclusive)
     }
 
     /// What the session is opened with.
@@ -265,7 +280,8 @@ impl AttentionMaterial {
                         let slot = self.layout.slot(position, self.dcp_rank(rank), self.block_table(request));
                         let Ok(slot) = usize::try_from(slot) else { continue };
                         let to = (rank * slots + slot) * width;
-                        codes[to..to + width].copy_from_slice(&stored[position * width..(position + 1) * width]);
+                        codes[to..to + width]
+                            .copy_from_slice(&stored[position * width..(position + 1) * width]);
                     }
                 }
             }
@@ -278,7 +294,9 @@ impl AttentionMaterial {
     pub(crate) fn caches_are_right(&self, caches: &Reply) -> bool {
         let wanted = self.laid_out_caches();
         self.cache_names().into_iter().all(|name| {
-            let (Ok(wanted), Some(seen)) = (wanted.get(name), caches.outputs.find(name)) else { return false };
+            let (Ok(wanted), Some(seen)) = (wanted.get(name), caches.outputs.find(name)) else {
+                return false;
+            };
             if seen.shape() != wanted.shape() || seen.dtype() != wanted.dtype() {
                 return false;
             }
@@ -295,7 +313,11 @@ impl AttentionMaterial {
     }
 
     fn cache_names(&self) -> Vec<&'static str> {
-        if self.configuration().attention.is_mla() { vec!["key_cache"] } else { vec!["key_cache", "value_cache"] }
+        if self.configuration().attention.is_mla() {
+            vec!["key_cache"]
+        } else {
+            vec!["key_cache", "value_cache"]
+        }
     }
 
     /// Shape of a cache: `[ranks, blocks, B, K, D]`.
@@ -471,8 +493,9 @@ impl AttentionMaterial {
     }
 
     fn contract(&self) -> Result<Contract, String> {
-        contract_for(&self.profile, self.family, self.configuration().comm_backend)
-            .ok_or_else(|| format!("the engine declares no rounding contract for {}", operation_of(self.family)))
+        contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
+            format!("the engine declares no rounding contract for {}", operation_of(self.family))
+        })
     }
 
     /// Name of a row: request, row, position.
@@ -481,7 +504,11 @@ impl AttentionMaterial {
             None => format!("padding row {row}"),
             Some((request, t)) => {
                 let spec = self.case.workload.requests[request];
-                format!("request {request} row {t} of {} (position {})", spec.query_tokens, spec.context_tokens + t)
+                format!(
+                    "request {request} row {t} of {} (position {})",
+                    spec.query_tokens,
+                    spec.context_tokens + t
+                )
             }
         }
     }
@@ -506,7 +533,12 @@ impl AttentionMaterial {
         };
         let world = self.configuration().dcp;
         let empty = |rank: usize| {
-            self.case.workload.requests.iter().filter(|r| self.layout.local_len(r.seq_len(), rank) == 0).count()
+            self.case
+                .workload
+                .requests
+                .iter()
+                .filter(|r| self.layout.local_len(r.seq_len(), rank) == 0)
+                .count()
         };
         Coverage {
             rows: rows.clone().count() as u64,

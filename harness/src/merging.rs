@@ -213,10 +213,11 @@ impl MergeMaterial {
         let mut out_error = vec![0.0; state.out.len()];
         let mut lse_error = vec![0.0f64; state.lse.len()];
         for next in &self.states[1..] {
-            let (out, lse) = ([&state.out[..], &next.out[..]].concat(), [&state.lse[..], &next.lse[..]].concat());
+            let (out, lse) =
+                ([&state.out[..], &next.out[..]].concat(), [&state.lse[..], &next.lse[..]].concat());
             let given = GivenStates { rows, heads, v_dim, out: &out, lse: &lse };
-            let step =
-                certify_merge(&given, &contract, false).map_err(|error| Halt::Inconclusive(error.to_string()))?;
+            let step = certify_merge(&given, &contract, false)
+                .map_err(|error| Halt::Inconclusive(error.to_string()))?;
             for index in 0..out_error.len() {
                 let at = index / v_dim;
                 let weight = (state.lse[at] - step.lse[at]).exp();
@@ -244,11 +245,14 @@ impl MergeMaterial {
         let mut states: Vec<usize> = broken.iter().map(|flat| flat / dim).collect();
         states.dedup();
         for state in states.into_iter().take(4) {
-            let matches = |other: &usize| {
-                (0..dim).all(|d| expected.out[other * dim + d].admits(seen[state * dim + d]))
-            };
+            let matches =
+                |other: &usize| (0..dim).all(|d| expected.out[other * dim + d].admits(seen[state * dim + d]));
             if let Some(other) = (0..expected.lse.len()).find(|other| *other != state && matches(other)) {
-                lines.push(format!("{} carries what belongs to {}", self.place_state(state), self.place_state(other)));
+                lines.push(format!(
+                    "{} carries what belongs to {}",
+                    self.place_state(state),
+                    self.place_state(other)
+                ));
             }
         }
         lines
@@ -362,7 +366,8 @@ impl MergeMaterial {
     /// (segments + 2·kexp + 6)·u bounds the relative error of each weighted summand and of the normaliser together.
     fn expected_segments(&self) -> Result<ExpectedState, String> {
         let read = |name: &str| self.inputs.tensors.get(name).map(Tensor::to_f64).map_err(|e| e.to_string());
-        let (max, sum, acc, lens) = (read("segment_max")?, read("segment_sum")?, read("segment_acc")?, read("row_lens")?);
+        let (max, sum, acc, lens) =
+            (read("segment_max")?, read("segment_sum")?, read("segment_acc")?, read("row_lens")?);
         let Operation::MergeSegments { tile_tokens } = self.operation else {
             return Err("not a segment merge".to_owned());
         };

@@ -79,10 +79,8 @@ pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant
 pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
     let engine = CpuEngine::with_fault(fault);
     let named = |property: &properties::Property| fault.killed_by.contains(&property.id);
-    let mut order: Vec<&Case> = cases
-        .iter()
-        .filter(|case| !has_real_heads(case) && properties::of(case).any(named))
-        .collect();
+    let mut order: Vec<&Case> =
+        cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(named)).collect();
     if order.is_empty() {
         return mutant(fault, MutantState::NotApplicable, None, 0);
     }

@@ -8,6 +8,7 @@ mod layout;
 mod merge;
 mod rules;
 mod segments;
+mod sequence;
 mod states;
 mod write;
 
@@ -60,6 +61,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         states::PROPERTIES,
         segments::PROPERTIES,
         general::PROPERTIES,
+        sequence::PROPERTIES,
         equal::PROPERTIES,
         rules::PROPERTIES,
     ]

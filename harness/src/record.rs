@@ -78,8 +78,10 @@ impl RunRecord {
 
     /// Takes one event in. A case or a fault that comes again replaces its older state.
     pub fn absorb(&mut self, event: &Event) {
+        // whatever follows an end belongs to a resume, which has not come to its own end yet
+        self.finished = None;
         match event {
-            Event::RunStarted(_) => self.finished = None,
+            Event::RunStarted(_) => {}
             Event::CaseJudged(result) => match self.places.get(&result.id) {
                 Some(place) => self.cases[*place] = result.clone(),
                 None => {

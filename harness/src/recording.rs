@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Answer, Configuration, Engine, EngineError, Operation, Profile, Reply, RuleSetName, Session, Settings, Tensors,
-    Validation,
+    Answer, Configuration, Engine, EngineError, Operation, Profile, Reply, RuleSetName, Session, Settings,
+    Tensors, Validation,
 };
 
 /// Version of the recording format.
@@ -72,7 +72,9 @@ impl<T: Clone> Answered<T> {
             Self::Done(value) => Ok(Answer::Done(value)),
             Self::Unsupported(why) => Ok(Answer::Unsupported(why)),
             Self::Crash(text) => Err(EngineError::Crash { text }),
-            Self::Timeout { rank, waiting_in, waited_s } => Err(EngineError::Timeout { rank, waiting_in, waited_s }),
+            Self::Timeout { rank, waiting_in, waited_s } => {
+                Err(EngineError::Timeout { rank, waiting_in, waited_s })
+            }
             Self::DeviceLost(text) => Err(EngineError::DeviceLost { text }),
             Self::Input(text) => Err(EngineError::Crash { text: format!("input did not fit: {text}") }),
         }
@@ -157,7 +159,9 @@ impl Engine for Recorder<'_> {
         let opened = self.engine.open(configuration);
         let (note, result) = match opened {
             Ok(Answer::Done(session)) => (Answered::Done(()), Ok(Answer::Done(session))),
-            Ok(Answer::Unsupported(why)) => (Answered::Unsupported(why.clone()), Ok(Answer::Unsupported(why))),
+            Ok(Answer::Unsupported(why)) => {
+                (Answered::Unsupported(why.clone()), Ok(Answer::Unsupported(why)))
+            }
             Err(error) => (Answered::of(&Err::<Answer<()>, _>(error.clone())), Err(error)),
         };
         let index = {
@@ -191,8 +195,12 @@ impl Session for RecordingSession {
         let before = inputs.clone();
         let answer = self.session.step(operation, inputs);
         let inputs_after = (*inputs != before).then(|| inputs.clone());
-        let step =
-            StepRecord { operation: operation.clone(), inputs: before, inputs_after, answer: Answered::of(&answer) };
+        let step = StepRecord {
+            operation: operation.clone(),
+            inputs: before,
+            inputs_after,
+            answer: Answered::of(&answer),
+        };
         lock(&self.recording).sessions[self.index].steps.push(step);
         answer
     }

@@ -21,7 +21,9 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         let material = Material::of(case, engine.profile());
         let checks = match &material {
-            Err(why) => vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }],
+            Err(why) => {
+                vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }]
+            }
             Ok(material) => {
                 let laboratory = Laboratory::new(case, engine, material);
                 properties::of(case)
@@ -69,5 +71,15 @@ pub fn has_real_heads(case: &Case) -> bool {
                 && attention.configuration.total_heads() >= 32
         }
         _ => false,
+    }
+}
+
+/// Whether a case is so small that variants of it, each with an oracle of its own, cost next to nothing.
+pub fn is_small(case: &Case) -> bool {
+    match &case.body {
+        Body::Attention(attention) => {
+            attention.configuration.total_heads() <= 48 && attention.workload.total_tokens() <= 2048
+        }
+        _ => true,
     }
 }

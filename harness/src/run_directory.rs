@@ -12,6 +12,7 @@ use std::time::SystemTime;
 use crate::event::{CaseResult, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::Finding;
 use crate::record::{Results, RunRecord};
+use crate::select::Selection;
 
 pub use clock::utc_compact;
 pub use lock::Holder;
@@ -150,8 +151,8 @@ impl RunDirectory {
 
     /// Takes a run up again, to append what it still lacks. A torn last line is cut off first.
     ///
-    /// `expected` is the header that the run would be started with now; suite, seed, engine, fault and tool version must be
-    /// those that it was started with. Which cases need no second run is told by [`RunRecord::judged_ids`].
+    /// `expected` is the header that the run would be started with now; suite, seed, engine and its profile, fault, selection
+    /// and tool version must be those that it was started with. Which cases need no second run is told by [`RunRecord::judged_ids`].
     ///
     /// # Errors
     /// [`RunDirectoryError::HeaderMismatch`], [`RunDirectoryError::Locked`] while another process writes,
@@ -210,7 +211,7 @@ impl RunDirectory {
     /// As [`read_events`], and [`RunDirectoryError::NotWritable`].
     pub fn finish(&mut self) -> Result<Results, RunDirectoryError> {
         let results = read_events(&self.path)?.results();
-        let text = serde_json::to_string_pretty(&results).expect("results are plain data");
+        let text = serde_json::to_string(&results).expect("results are plain data");
         write_atomically(&self.path.join(RESULTS_FILE), &(text + "\n"))?;
         Ok(results)
     }
@@ -290,11 +291,18 @@ fn header_differences(was: &RunHeader, now: &RunHeader) -> Vec<String> {
         ("engine", was.engine.clone(), now.engine.clone()),
         ("fault", fault(was), fault(now)),
         ("tool version", was.tool_version.clone(), now.tool_version.clone()),
+        ("selection", Selection::in_words(&was.selection), Selection::in_words(&now.selection)),
+        ("engine profile", short_hash(&was.profile), short_hash(&now.profile)),
     ]
     .into_iter()
     .filter(|(_, was, now)| was != now)
     .map(|(what, was, now)| format!("{what} was {was}, now {now}"))
     .collect()
+}
+
+/// Names a value that is too long to be told.
+pub(crate) fn short_hash(value: &serde_json::Value) -> String {
+    blake3::hash(value.to_string().as_bytes()).to_hex()[..8].to_owned()
 }
 
 /// Makes the first folder of this time and header that does not exist yet.

@@ -1,14 +1,11 @@
 //! A small run with one of everything, which the tests of the reports share.
 
-use shardcheck_cases::{
-    AttentionCase, Body, CASE_SCHEMA_VERSION, Case, Family, Placement, Probe, Request, Workload,
-};
-use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder};
-use shardcheck_formats::Dtype;
+use shardcheck_cases::Case;
 
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::{Failure, Finding, Measured, Stage, Worst};
 use crate::record::{RunRecord, count_statuses};
+use crate::select::Selection;
 use crate::status::{Exit, Status};
 
 pub fn header() -> RunHeader {
@@ -21,50 +18,18 @@ pub fn header() -> RunHeader {
         engine: "cpu".into(),
         fault: None,
         profile: serde_json::json!({"engine": "cpu", "version": "0.1.0"}),
-        selection: serde_json::json!({}),
+        selection: serde_json::to_value(Selection::default()).unwrap(),
         selected: 7,
         machine: "linux x86_64, 2 cores".into(),
     }
 }
 
+/// Id of a case with padding, an empty request and an fp8 cache.
+pub const CASE_ID: &str =
+    "verify/tiny-mla/tp8.dcp4.h2.s4.b16.n8.e4m3fn.a2a.hi_lo.qrep/100+4_0+0_29+3.pad1.shuf/cold/7";
+
 pub fn case() -> Case {
-    Case {
-        schema_version: CASE_SCHEMA_VERSION,
-        family: Family::Verify,
-        body: Body::Attention(AttentionCase {
-            model: "tiny-mla".into(),
-            configuration: Configuration {
-                attention: Attention::Mla { kv_lora_rank: 16, qk_rope_head_dim: 8, v_head_dim: 8 },
-                tp: 8,
-                dcp: 4,
-                heads_per_rank: 2,
-                interleave: 4,
-                block_size: 16,
-                blocks: 8,
-                kv_dtype: Dtype::E4m3fn,
-                kv_scale: 1.0,
-                softmax_scale: 0.25,
-                comm_backend: CommBackend::A2a,
-                lane_order: LaneOrder::HiLo,
-                query_replication: true,
-                project_before_merge: false,
-                kernel_head_widths: vec![],
-            },
-            workload: Workload {
-                requests: vec![
-                    Request { context_tokens: 100, query_tokens: 4 },
-                    Request { context_tokens: 0, query_tokens: 0 },
-                    Request { context_tokens: 29, query_tokens: 3 },
-                ],
-                padded_rows: 1,
-                placement: Placement::Shuffled,
-                chunk_budget_tokens: 64,
-            },
-            probe: Probe::Cold,
-            latent_output: false,
-        }),
-        seed: 7,
-    }
+    CASE_ID.parse().unwrap()
 }
 
 pub fn failure() -> Failure {
@@ -119,20 +84,24 @@ pub fn skipped(id: &str) -> CaseResult {
 /// One of everything: pass, fail twice, crash, unsupported, skipped, inconclusive, and three faults.
 pub fn events(header: &RunHeader) -> Vec<Event> {
     let crash = Finding::Engine { status: Status::Crash, text: "engine crashed: index out of range".into() };
-    let mut real = passed("decode/deepseek-r1@w8", 0.75);
+    let mut real =
+        passed("decode/deepseek-r1/tp8.dcp8.h16.s64.b64.n12.bf16.a2a.lo_hi/4095+1.shuf/gaussian/7", 0.75);
     real.coverage.real_heads = true;
     let results = vec![
         real,
-        failed("verify/tiny-mla@w4.kv=e4m3fn", failure()),
+        failed(CASE_ID, failure()),
         failed("verify/<script>alert('1')</script>&\"quoted\"", failure()),
-        result("write/tiny-mla@w2", vec![check("write.exact", crash)]),
         result(
-            "draft/tiny-mla@w2",
+            "write/tiny-mla/tp2.dcp2.h2.s4.b8.n6.bf16.ag_rs/0+12.seq/gaussian/7",
+            vec![check("write.exact", crash)],
+        ),
+        result(
+            "draft/tiny-mla/tp2.dcp2.h2.s4.b8.n6.bf16.ag_rs/12+4.seq/gaussian/7",
             vec![check("attention.bound", Finding::Unsupported("no draft route".into()))],
         ),
-        skipped("context/tiny-mla@w2"),
+        skipped("context/tiny-mla/tp2.dcp2.h2.s4.b8.n6.bf16.ag_rs.lat/12+4.seq.c16/gaussian/7"),
         result(
-            "merge_states/w2",
+            "merge_states/w2.t4.h2.d16.bf16.ag_rs/random/contiguous/7",
             vec![check("merge.bound", Finding::Inconclusive("both took the same path".into()))],
         ),
     ];
@@ -155,7 +124,9 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
             fault: fault.into(),
             state: state.into(),
             property: property.map(str::to_owned),
-            case: property.map(|_| "decode/deepseek-r1@w8".to_owned()),
+            case: property.map(|_| {
+                "decode/deepseek-r1/tp8.dcp8.h16.s64.b64.n12.bf16.a2a.lo_hi/4095+1.shuf/gaussian/7".to_owned()
+            }),
             tried: 3,
         });
     }

@@ -178,6 +178,17 @@ impl Selection {
         self.expression.as_ref().is_none_or(|expression| expression.may_match(&subject))
     }
 
+    /// Whether the case is selected and at least one of the given properties is judged on it.
+    pub fn matches_any_of<'a>(
+        &self,
+        id: &str,
+        case: &Case,
+        properties: impl IntoIterator<Item = &'a str>,
+    ) -> bool {
+        self.matches(id, case)
+            && properties.into_iter().any(|property| self.matches_property(id, case, property))
+    }
+
     /// Whether everything but the expression lets the id through.
     pub fn matches_id(&self, id: &str) -> bool {
         let named = (self.filters.is_empty() && self.exact.is_empty())
@@ -186,6 +197,11 @@ impl Selection {
         named
             && !self.skip.iter().any(|text| id.contains(text.as_str()))
             && self.partition.is_none_or(|partition| partition.contains(id))
+    }
+
+    /// A stored selection in words; as JSON where another version wrote it.
+    pub fn in_words(stored: &serde_json::Value) -> String {
+        serde_json::from_value::<Self>(stored.clone()).map_or_else(|_| stored.to_string(), |s| s.to_string())
     }
 
     /// Whether nothing is left out.

@@ -40,7 +40,12 @@ pub enum StoreError {
 ///
 /// # Errors
 /// [`StoreError::Io`].
-pub fn write(folder: &Path, case: &Case, recording: &Recording, result: &CaseResult) -> Result<(), StoreError> {
+pub fn write(
+    folder: &Path,
+    case: &Case,
+    recording: &Recording,
+    result: &CaseResult,
+) -> Result<(), StoreError> {
     put(&folder.join("case.json"), case.to_json().as_bytes())?;
     put(&folder.join("findings.json"), &pretty(result))?;
     let mut tensors = BTreeMap::new();
@@ -70,8 +75,8 @@ pub fn read(folder: &Path) -> Result<(Case, Recording), StoreError> {
     let skeleton: Skeleton =
         serde_json::from_slice(&document).map_err(|error| damaged("recording.json", error.to_string()))?;
     let bytes = get(&folder.join("tensors.safetensors"))?;
-    let stored =
-        SafeTensors::deserialize(&bytes).map_err(|error| damaged("tensors.safetensors", error.to_string()))?;
+    let stored = SafeTensors::deserialize(&bytes)
+        .map_err(|error| damaged("tensors.safetensors", error.to_string()))?;
     let recording = skeleton.fill(&stored).map_err(|reason| damaged("recording.json", reason))?;
     Ok((case, recording))
 }
@@ -120,8 +125,10 @@ impl Skeleton {
                     for (name, tensor) in from.iter() {
                         let full = format!("{prefix}.{name}");
                         if !tensor.is_contiguous() {
-                            strided
-                                .insert(full.clone(), (tensor.dtype(), tensor.shape().to_vec(), tensor.strides()));
+                            strided.insert(
+                                full.clone(),
+                                (tensor.dtype(), tensor.shape().to_vec(), tensor.strides()),
+                            );
                         }
                         tensors.insert(full, tensor.clone());
                         list.push(name.to_owned());
@@ -151,7 +158,9 @@ impl Skeleton {
                 let view = stored.tensor(&full).map_err(|error| format!("{full}: {error}"))?;
                 let bytes = view.data().to_vec();
                 let tensor = match strided.get(&full) {
-                    Some((dtype, shape, strides)) => Tensor::view(*dtype, shape.clone(), strides.clone(), bytes),
+                    Some((dtype, shape, strides)) => {
+                        Tensor::view(*dtype, shape.clone(), strides.clone(), bytes)
+                    }
                     None => Tensor::new(dtype_of(view.dtype())?, view.shape().to_vec(), bytes),
                 };
                 tensors.insert(name, tensor.map_err(|error| format!("{full}: {error}"))?);

@@ -4,9 +4,11 @@
 //! sums below can: they are taken once, over tokens `i` with probability `p_i`, score `s_i`, value `v_i` and
 //! `a_i = |scale|·‖q‖·‖k_i‖`, the size of the products that a score is summed from.
 
-use crate::attention::plain::{Element, Functions, Platform, Problem, score};
+use crate::attention::plain::{Element, Functions, Problem, score};
+use crate::attention::streaming;
 use crate::split::Split;
 use crate::visibility::Visible;
+use shardcheck_formats::contract::Contract;
 use thiserror::Error;
 
 /// Highest total power of `a` and `|s|` that [`Part::powers`] holds.
@@ -141,6 +143,32 @@ pub struct Centred {
     pub peaks: Vec<f64>,
 }
 
+impl Centred {
+    /// From `Σ p·|v − out|`, `[v_dim]`.
+    pub(crate) fn of(state: &State, all: Vec<f64>) -> Self {
+        let peaks = total(&state.parts, state.out.len(), |part, d| {
+            part.weight * part.peak * (part.peak_value[d] - state.out[d]).abs()
+        });
+        Self { all, peaks }
+    }
+}
+
+/// How often the values are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Passes {
+    /// Once: all that a contract without a rounded normaliser needs; with one, a wider bound stands in.
+    One,
+    /// Twice, the second time for [`State::centred`].
+    Two,
+}
+
+impl Passes {
+    /// What the tightest bound under `contract` needs.
+    pub fn needed_by(contract: &Contract) -> Self {
+        if contract.l_rounded { Self::Two } else { Self::One }
+    }
+}
+
 /// The moments of a whole problem.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Moments {
@@ -161,7 +189,8 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Takes the moments of every state with the platform's elementary functions.
+    /// Takes the moments of every state, by the fast kernels on all cores; agrees with [`Self::collect_with`] to 1e-12,
+    /// except that more tokens may count as rivals.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].
@@ -172,11 +201,14 @@ impl Moments {
         problem: &Problem<T>,
         split: Split,
         visible: &[Visible],
+        passes: Passes,
     ) -> Result<Self, Underivable> {
-        Self::collect_with::<Platform, T>(problem, split, visible)
+        let states = streaming::measure(problem, split, visible, passes == Passes::Two)?;
+        Ok(Self::of_states(problem, split.parts(), states))
     }
 
-    /// [`Self::collect`] with elementary functions of choice; every sum runs in the order of positions.
+    /// The definition of the moments, both passes, with elementary functions of choice; every sum runs in the order of
+    /// positions.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].
@@ -234,9 +266,21 @@ impl KeyNorms {
     }
 }
 
-/// Euclidean length.
+/// Euclidean length, by eight sums side by side.
 pub(crate) fn length<T: Element>(vector: &[T]) -> f64 {
-    vector.iter().map(|x| (*x).into()).map(|x| x * x).sum::<f64>().sqrt()
+    let (chunks, rest) = vector.as_chunks::<8>();
+    let mut sums = [0.0; 8];
+    for chunk in chunks {
+        for (sum, x) in sums.iter_mut().zip(chunk) {
+            let x: f64 = (*x).into();
+            *sum += x * x;
+        }
+    }
+    for (sum, x) in sums.iter_mut().zip(rest) {
+        let x: f64 = (*x).into();
+        *sum += x * x;
+    }
+    sums.iter().sum::<f64>().sqrt()
 }
 
 /// Score and size of one token.
@@ -292,7 +336,8 @@ fn state<F: Functions, T: Element>(
         centred: None,
         parts,
     };
-    state.centred = Some(centred::<F, T>(problem, kv_head, &scored, &state));
+    let all = spread::<F, T>(problem, kv_head, &scored, &state);
+    state.centred = Some(Centred::of(&state, all));
     Ok(state)
 }
 
@@ -366,12 +411,13 @@ pub(crate) fn add_powers(powers: &mut [[f64; MAX_POWER + 1]; MAX_POWER + 1], p: 
     }
 }
 
-fn centred<F: Functions, T: Element>(
+/// `Σ p·|v − out|` over all tokens.
+fn spread<F: Functions, T: Element>(
     problem: &Problem<T>,
     kv_head: usize,
     scored: &[Vec<Scored>],
     state: &State,
-) -> Centred {
+) -> Vec<f64> {
     let mut all = vec![0.0; problem.v_dim];
     for token in scored.iter().flatten() {
         let p = F::exp(token.score - state.lse);
@@ -379,8 +425,5 @@ fn centred<F: Functions, T: Element>(
             *sum += p * (Into::<f64>::into(*v) - out).abs();
         }
     }
-    let peaks = total(&state.parts, problem.v_dim, |part, d| {
-        part.weight * part.peak * (part.peak_value[d] - state.out[d]).abs()
-    });
-    Centred { all, peaks }
+    all
 }

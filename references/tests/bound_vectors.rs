@@ -8,7 +8,7 @@ use shardcheck_formats::contract::{Contract, Depth, Merge};
 use shardcheck_references::attention::plain::{Problem, Values};
 use shardcheck_references::bound::{Certified, Terms, certify_moments, interval};
 use shardcheck_references::layout::Layout;
-use shardcheck_references::moments::Moments;
+use shardcheck_references::moments::{Moments, Passes};
 use shardcheck_references::split::Split;
 use shardcheck_references::visibility::Visible;
 use stored::{Stored, count};
@@ -54,7 +54,7 @@ fn run<'a>(stored: &'a Stored, case: &'a Value) -> Case<'a> {
     let layout = Layout::new(world, interleave, interleave).unwrap();
     let contract = contract(case);
     let visible = Visible::causal(context, rows);
-    let moments = Moments::collect(&problem, Split::Ranks(&layout), &visible).unwrap();
+    let moments = Moments::collect(&problem, Split::Ranks(&layout), &visible, Passes::Two).unwrap();
     let certified = certify_moments(&moments, &contract, true).unwrap();
     Case { stored, name, contract, moments, certified, rows, heads, v_dim, world }
 }

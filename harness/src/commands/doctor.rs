@@ -49,7 +49,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             let result = judge_case(case, engine.as_ref() as &dyn Engine, &|_| true);
             elapsed_s += result.elapsed_s;
             failed |= result.status.is_failure();
-            if result.checks.iter().any(|check| matches!(check.finding, Finding::Holds(_))) && !result.status.is_failure()
+            if result.checks.iter().any(|check| matches!(check.finding, Finding::Holds(_)))
+                && !result.status.is_failure()
             {
                 passed += 1;
             } else {

@@ -4,6 +4,7 @@ use shardcheck_cases::Case;
 use shardcheck_cpu::{Fault, fault, faults};
 
 use crate::cli::CommandError;
+use crate::explain::Explainer;
 use crate::properties::{self, Property};
 use crate::status::Exit;
 
@@ -26,22 +27,18 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 
 fn text(what: &str) -> Result<String, CommandError> {
     match what {
-        "properties" => return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect()),
+        "properties" => {
+            return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect());
+        }
         "faults" => return Ok(faults().iter().map(|f| format!("{:<36} {}\n", f.name, f.title)).collect()),
         _ => {}
     }
-    if let Some(property) = properties::find(what) {
-        return Ok(of_property(property));
-    }
-    if let Some(fault) = fault(what) {
-        return Ok(of_fault(fault));
-    }
-    what.parse::<Case>().map(|case| of_case(&case)).map_err(|_| {
-        CommandError::Usage(format!(
-            "nothing is called {what:?}: give a property (`explain properties`), a fault (`explain faults`), a case id \
-             (`shardcheck list`) or a topic (`explain topics`)"
-        ))
-    })
+    Explainer::new()
+        .with("property", properties::all().map(|p| p.id), |id| properties::find(id).map(of_property))
+        .with("fault", faults().iter().map(|f| f.name), |name| fault(name).map(of_fault))
+        .with("case", Vec::<String>::new(), |id| id.parse::<Case>().ok().map(|case| of_case(&case)))
+        .explain(what)
+        .map_err(CommandError::usage)
 }
 
 fn of_property(property: &Property) -> String {
@@ -73,8 +70,14 @@ fn of_fault(fault: &Fault) -> String {
 }
 
 fn of_case(case: &Case) -> String {
-    let properties: Vec<_> = properties::of(case).map(|p| format!("  {:<28} {}\n", p.id, p.statement)).collect();
-    format!("{}\n\nproperties judged on it:\n{}\ncase JSON:\n{}\n", case.id(), properties.concat(), case.to_json())
+    let properties: Vec<_> =
+        properties::of(case).map(|p| format!("  {:<28} {}\n", p.id, p.statement)).collect();
+    format!(
+        "{}\n\nproperties judged on it:\n{}\ncase JSON:\n{}\n",
+        case.id(),
+        properties.concat(),
+        case.to_json()
+    )
 }
 
 fn list(names: &[&str]) -> String {

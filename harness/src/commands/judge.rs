@@ -33,8 +33,12 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let run = resolve(&args.runs, &args.run).map_err(CommandError::usage)?;
     let record = read_events(&run).map_err(CommandError::usage)?;
-    let mut statuses: Vec<_> =
-        record.cases.iter().filter(|case| !record.failed.contains_key(&case.id)).map(|case| case.status).collect();
+    let mut statuses: Vec<_> = record
+        .cases
+        .iter()
+        .filter(|case| !record.failed.contains_key(&case.id))
+        .map(|case| case.status)
+        .collect();
     let undecided = statuses.len();
     let mut changed = 0;
     for id in record.failed.keys() {

@@ -30,7 +30,7 @@ enum MutantsVerb {
         format: Format,
     },
     /// Try faults on the cases of a suite; every one must be killed by a property that names it
-    Run(RunArgs),
+    Run(Box<RunArgs>),
 }
 
 #[derive(Debug, clap::Args)]
@@ -87,7 +87,13 @@ fn list(format: Format) -> Result<Exit, CommandError> {
             })
             .to_string(),
             Format::Markdown => {
-                format!("| {} | {} | {} | {} |", fault.name, fault.class.name(), fault.title, fault.bugs.join(", "))
+                format!(
+                    "| {} | {} | {} | {} |",
+                    fault.name,
+                    fault.class.name(),
+                    fault.title,
+                    fault.bugs.join(", ")
+                )
             }
         };
         if writeln!(out, "{line}").is_err() {

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
-use crate::commands::reporting::full_text;
 use crate::commands::read_case;
+use crate::commands::reporting::full_text;
 use crate::engines;
 use crate::run::judge_case;
 use crate::run_directory::resolve;

@@ -74,9 +74,11 @@ pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporter
     };
     let mut reporters = Reporters::new();
     if to_stderr {
-        reporters = reporters
-            .with(JsonReporter::new(std::io::stdout()))
-            .with(TerminalReporter::new(std::io::stderr(), options, glossary()));
+        reporters = reporters.with(JsonReporter::new(std::io::stdout())).with(TerminalReporter::new(
+            std::io::stderr(),
+            options,
+            glossary(),
+        ));
     } else {
         reporters = reporters.with(TerminalReporter::new(std::io::stdout(), options, glossary()));
     }
@@ -90,7 +92,12 @@ pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporter
         reporters = reporters.with(HtmlReporter::new(path.clone(), glossary()));
     }
     if GithubReporter::<std::io::Stdout>::is_wanted(std::env::var("GITHUB_ACTIONS").ok().as_deref()) {
-        reporters = reporters.with(GithubReporter::new(std::io::stdout(), glossary()));
+        // annotations are read from either stream; standard output must stay JSON lines where it was asked for
+        reporters = if to_stderr {
+            reporters.with(GithubReporter::new(std::io::stderr(), glossary()))
+        } else {
+            reporters.with(GithubReporter::new(std::io::stdout(), glossary()))
+        };
     }
     reporters
 }

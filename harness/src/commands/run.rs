@@ -89,7 +89,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         before: before.map(|record| record.cases).unwrap_or_default(),
     };
     let mut feed = Feed::new(reporters(&args.report, &directory));
-    let outcome = execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
+    let outcome =
+        execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
     feed.finish()?;
     Ok(outcome.exit)
 }

@@ -319,7 +319,8 @@ fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let shape = material.output_shape();
     let axes = [("rank", shape[0]), ("row", shape[1]), ("head", shape[2]), ("dim", shape[3])];
     let stage = localise::stage_of(laboratory, Stage::Merge);
-    let mut failure = comparison.failure("an output is not global attention", stage, |flat| material.place(flat, &axes));
+    let mut failure =
+        comparison.failure("an output is not global attention", stage, |flat| material.place(flat, &axes));
     failure.notes.extend(localise::notes(material, &comparison, shape[2] * shape[3]));
     Ok(Finding::Broken(Box::new(failure)))
 }
@@ -389,7 +390,8 @@ fn given_cache(laboratory: &Laboratory) -> Result<Finding, Halt> {
 fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let mut inputs = material.step_inputs();
-    let zeros = vec![0.0; material.rows.len() * material.heads() * material.configuration().attention.qk_dim()];
+    let zeros =
+        vec![0.0; material.rows.len() * material.heads() * material.configuration().attention.qk_dim()];
     let shape = inputs.get("query").map_err(|e| Halt::Inconclusive(e.to_string()))?.shape().to_vec();
     inputs.insert("query", Tensor::from_f32(Dtype::Bf16, &shape, &zeros));
     let mut run = Run::open(laboratory.engine, material.configuration())?;

@@ -1,11 +1,11 @@
 //! What must hold of every step: inputs come back unchanged, and what was decided is what ran.
 
 use shardcheck_cases::{Case, Family};
-use shardcheck_engine::Configuration;
+use shardcheck_engine::{CommBackend, Configuration};
 
 use super::{Property, always};
 use crate::finding::{Failure, Finding, Measured, Stage};
-use crate::laboratory::{Halt, Laboratory};
+use crate::laboratory::{Halt, Laboratory, attend};
 
 pub(super) const PROPERTIES: &[Property] = &[
     Property {
@@ -37,6 +37,16 @@ pub(super) const PROPERTIES: &[Property] = &[
         families: &[Family::Decode, Family::Verify, Family::Draft],
         applies: sharded,
         check: dispatch_path,
+    },
+    Property {
+        id: "dispatch.observed",
+        statement: "the effective path is what can be seen: replication saves a collective, another backend enters another number of them, projected partials have the projected width",
+        source: "ATOM: a2a saves one collective, query replication removes the all-gather of Q",
+        bugs: &["vllm#54300", "vllm-ascend#10580", "local-inference-lab/vllm#72"],
+        tolerance: "exact: collective counts and shapes, compared with the run that is configured the other way",
+        families: &[Family::Decode, Family::Verify, Family::Draft],
+        applies: |case| sharded(case) && crate::run::is_small(case),
+        check: dispatch_observed,
     },
 ];
 
@@ -87,4 +97,58 @@ fn dispatch_path(laboratory: &Laboratory) -> Result<Finding, Halt> {
         }
     }
     Ok(Finding::Holds(Measured::exact(compared)))
+}
+
+/// Collectives of a run of the case changed by `change`, with its effective path.
+fn counted(
+    laboratory: &Laboratory,
+    change: impl Fn(&mut Configuration),
+) -> Result<(u64, shardcheck_engine::EffectivePath), Halt> {
+    let material = laboratory.attention();
+    let mut case = material.case.clone();
+    change(&mut case.configuration);
+    let other = material.variant(case)?;
+    let (observed, _) = attend(laboratory.engine, &other)?;
+    Ok((observed.reply.collectives.iter().copied().max().unwrap_or(0), observed.reply.effective))
+}
+
+fn dispatch_observed(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.attention();
+    let observed = laboratory.observed()?;
+    let effective = &observed.reply.effective;
+    let Some(count) = observed.reply.collectives.iter().copied().max() else {
+        return Err(Halt::Unsupported("the engine does not count its collectives".to_owned()));
+    };
+    let broken = |headline: String| Err(Failure::because(headline).at(Stage::Exchange).into());
+    let (other, path) = counted(laboratory, |c| c.query_replication = !c.query_replication)?;
+    let says = |path: &shardcheck_engine::EffectivePath| path.get("query_replication") == Some("true");
+    if says(effective) != says(&path) {
+        let (with, without) = if says(effective) { (count, other) } else { (other, count) };
+        if with >= without {
+            return broken(format!(
+                "query replication is reported, but {with} collectives ran with it and {without} without: the queries were gathered"
+            ));
+        }
+    }
+    let (other, path) = counted(laboratory, |c| {
+        c.comm_backend =
+            if c.comm_backend == CommBackend::A2a { CommBackend::AgRs } else { CommBackend::A2a };
+    })?;
+    if effective.get("comm_backend") != path.get("comm_backend") && count == other {
+        return broken(format!("two backends are reported, but {count} collectives ran with either"));
+    }
+    let attention = material.configuration().attention;
+    let widths = (attention.value_dim(), attention.v_head_dim());
+    if material.is_projected() && widths.0 != widths.1 && observed.reply.outputs.find("partial_out").is_some()
+    {
+        let says = effective.get("project_before_merge") == Some("true");
+        let seen = material.exchanged_dim(observed);
+        let wanted = if says { widths.1 } else { widths.0 };
+        if seen != wanted {
+            return broken(format!(
+                "project_before_merge={says} is reported, but partials of width {seen} were exchanged instead of {wanted}"
+            ));
+        }
+    }
+    Ok(Finding::Holds(Measured::exact(3)))
 }

@@ -149,7 +149,9 @@ fn local_lengths(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn blocks(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "the number of block-table entries is wrong";
-    per_request(laboratory, "blocks_needed", headline, |material, _, length| material.layout.blocks_needed(length))
+    per_request(laboratory, "blocks_needed", headline, |material, _, length| {
+        material.layout.blocks_needed(length)
+    })
 }
 
 fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -322,8 +324,11 @@ fn sub_pages(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let (ranks, n) = (material.ranks(), material.case.workload.requests.len());
     let observed = laboratory.observed()?;
-    let tensor =
-        observed.reply.outputs.get("sub_page_table").map_err(|e| Failure::because(e.to_string()).at(Stage::Layout))?;
+    let tensor = observed
+        .reply
+        .outputs
+        .get("sub_page_table")
+        .map_err(|e| Failure::because(e.to_string()).at(Stage::Layout))?;
     let pages = tensor.shape().last().copied().unwrap_or(0);
     let tensor = observed.output("sub_page_table", Dtype::I32, &[ranks, n, pages])?;
     let block = material.layout.block();

@@ -144,7 +144,11 @@ fn compare(material: &MergeMaterial, observed: &Observed, expected: &[Allowed]) 
     Ok(Comparison::all("out", &seen, expected))
 }
 
-fn compare_lse(material: &MergeMaterial, observed: &Observed, expected: &[Allowed]) -> Result<Comparison, Halt> {
+fn compare_lse(
+    material: &MergeMaterial,
+    observed: &Observed,
+    expected: &[Allowed],
+) -> Result<Comparison, Halt> {
     let shape = material.output_shape();
     let seen = observed.output("lse", Dtype::F32, &shape[..3])?.to_f64();
     Ok(Comparison::all("lse", &seen, expected))
@@ -170,7 +174,8 @@ fn neutral(laboratory: &Laboratory) -> Result<Finding, Halt> {
     for keep in 0..material.world() {
         let (inputs, state) = material.with_only(keep);
         let observed = rerun(laboratory, &inputs)?;
-        let headline = format!("the state of rank {keep}, merged with empty states, does not come out as it went in");
+        let headline =
+            format!("the state of rank {keep}, merged with empty states, does not come out as it went in");
         let outs = compare(material, &observed, &state.out)?;
         let first = outs.finding(&headline, Stage::Merge, |flat| material.place(flat));
         let Finding::Holds(more) = first else { return Ok(first) };
@@ -200,8 +205,10 @@ fn all_empty(laboratory: &Laboratory) -> Result<Finding, Halt> {
             comparison.element(flat * shape[3] + d, out[flat * shape[3] + d], Allowed::Exactly(0.0));
         }
     }
-    let first = comparison
-        .finding("all states are empty, but the output is not zero", Stage::Merge, |flat| material.place(flat));
+    let first =
+        comparison.finding("all states are empty, but the output is not zero", Stage::Merge, |flat| {
+            material.place(flat)
+        });
     let Finding::Holds(measured) = first else { return Ok(first) };
     let second = lses.finding("all states are empty, but the LSE is not −inf", Stage::Merge, |flat| {
         material.place_state(flat)
@@ -255,8 +262,9 @@ fn fold(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "folding the two-state merge over the ranks does not give the N-way merge";
     let first = comparison.finding(headline, Stage::Merge, |flat| material.place_folded(flat));
     let Finding::Holds(measured) = first else { return Ok(first) };
-    let second = Comparison::all("lse", &state.1.to_f64(), &expected.lse)
-        .finding(headline, Stage::Merge, |flat| format!("state {flat}"));
+    let second =
+        Comparison::all("lse", &state.1.to_f64(), &expected.lse)
+            .finding(headline, Stage::Merge, |flat| format!("state {flat}"));
     Ok(if let Finding::Holds(more) = second { Finding::Holds(measured.and(more)) } else { second })
 }
 

@@ -88,12 +88,18 @@ fn decide(laboratory: &Laboratory) -> Result<Finding, Halt> {
     if seen.decision != expected.decision {
         let said = if seen.reason.is_empty() { String::new() } else { format!(" ({})", seen.reason) };
         let headline = format!("the settings must be {}, but were {}{said}", word(expected), word(&seen));
-        return Err(Failure::because(headline).at(Stage::Configuration).note(format!("settings: {asked}")).into());
+        return Err(Failure::because(headline)
+            .at(Stage::Configuration)
+            .note(format!("settings: {asked}"))
+            .into());
     }
     if seen.decision == Decision::Accept && features(&seen) != features(expected) {
         let headline =
             format!("must switch off {:?}, switched off {:?}", features(expected), features(&seen));
-        return Err(Failure::because(headline).at(Stage::Configuration).note(format!("settings: {asked}")).into());
+        return Err(Failure::because(headline)
+            .at(Stage::Configuration)
+            .note(format!("settings: {asked}"))
+            .into());
     }
     let silent = seen.disabled.iter().find(|disabled| disabled.reason.is_empty());
     if let Some(disabled) = silent {

@@ -70,7 +70,8 @@ fn lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
 }
 
 fn given_bits(laboratory: &Laboratory) -> Result<Vec<u32>, Halt> {
-    let tensor = laboratory.merging().inputs.tensors.get("lse").map_err(|e| Halt::Inconclusive(e.to_string()))?;
+    let tensor =
+        laboratory.merging().inputs.tensors.get("lse").map_err(|e| Halt::Inconclusive(e.to_string()))?;
     Ok(tensor.to_codes().into_iter().map(|code| code as u32).collect())
 }
 
@@ -100,7 +101,11 @@ fn lanes(laboratory: &Laboratory) -> Result<Finding, Halt> {
             LaneOrder::LoHi => [low, high],
         };
         for lane in 0..2 {
-            comparison.element(index * 2 + lane, seen[index * 2 + lane] as f64, Allowed::Exactly(wanted[lane]));
+            comparison.element(
+                index * 2 + lane,
+                seen[index * 2 + lane] as f64,
+                Allowed::Exactly(wanted[lane]),
+            );
         }
     }
     let place = |flat: usize| format!("value {} lane {}", flat / 2, flat % 2);

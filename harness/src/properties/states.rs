@@ -82,7 +82,8 @@ fn judge(
 ) -> Result<Finding, Halt> {
     let shape = material.output_shape();
     let seen = observed.output("out", material.output_dtype(), &shape)?.to_f64();
-    let first = Comparison::all("out", &seen, out).finding(headline, Stage::Merge, |flat| material.place(flat));
+    let first =
+        Comparison::all("out", &seen, out).finding(headline, Stage::Merge, |flat| material.place(flat));
     let Finding::Holds(measured) = first else { return Ok(first) };
     let seen = observed.output("lse", Dtype::F32, &shape[..3])?.to_f64();
     let second =
@@ -92,7 +93,8 @@ fn judge(
 
 fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.merging();
-    let seen = laboratory.observed()?.output("out", material.output_dtype(), &material.output_shape())?.to_f64();
+    let seen =
+        laboratory.observed()?.output("out", material.output_dtype(), &material.output_shape())?.to_f64();
     let headline = "a merged output is not the weighted sum of its two states";
     Ok(Comparison::all("out", &seen, &material.expected()?.out)
         .finding(headline, Stage::Merge, |flat| material.place(flat)))

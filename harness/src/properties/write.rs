@@ -1,11 +1,13 @@
 //! KV write: what lies in the cache after tokens went through the engine's own slot mapping.
 
 use shardcheck_cases::Family;
+use shardcheck_engine::{Operation, Reply, Tensors};
 
 use super::{Property, always};
 use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
-use crate::laboratory::{Halt, Laboratory};
+use crate::laboratory::{Halt, Laboratory, Run};
+use crate::material::AttentionMaterial;
 
 const WRITE: &[Family] = &[Family::Write];
 const EXACT: &str = "exact: codes of the cache format, rounded as the profile declares";
@@ -41,20 +43,55 @@ pub(super) const PROPERTIES: &[Property] = &[
         applies: always,
         check: untouched,
     },
+    Property {
+        id: "write.overflow",
+        statement: "values beyond the range of the cache format saturate or become NaN or infinite as the profile declares",
+        source: "CUDA SATFINITE; PyTorch and ml_dtypes differ; aiter follows the hardware mode",
+        bugs: &["vllm#49435", "vllm#45562"],
+        tolerance: EXACT,
+        families: WRITE,
+        applies: |case| match &case.body {
+            shardcheck_cases::Body::Attention(attention) => attention.configuration.kv_dtype.is_fp8(),
+            _ => false,
+        },
+        check: overflow,
+    },
 ];
 
 /// Cache tensors of the case: name, element width of a slot.
 fn caches(laboratory: &Laboratory) -> Vec<(&'static str, usize)> {
     let attention = laboratory.attention().configuration().attention;
     let key = ("key_cache", attention.kv_heads() * attention.qk_dim());
-    if attention.is_mla() { vec![key] } else { vec![key, ("value_cache", attention.kv_heads() * attention.value_dim())] }
+    if attention.is_mla() {
+        vec![key]
+    } else {
+        vec![key, ("value_cache", attention.kv_heads() * attention.value_dim())]
+    }
 }
 
 fn round_trip(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let material = laboratory.attention();
-    let configuration = material.configuration();
     let written = laboratory.written()?;
-    let after = crate::laboratory::Observed { reply: written.after.clone(), changed_inputs: vec![] };
+    stored(laboratory, laboratory.attention(), &written.after, "a token in the cache is not what was written")
+}
+
+fn overflow(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    // 2^20 carries even the smallest drawn values of a scale of 0.02 beyond 448
+    let material = laboratory.attention().magnified(1_048_576.0)?;
+    let mut run = Run::open(laboratory.engine, material.configuration())?;
+    run.step(&Operation::WriteKv, &material.write_inputs())?;
+    let after = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
+    stored(laboratory, &material, &after, "a value beyond the cache format is not stored as declared")
+}
+
+/// Compares every slot that a token owns with the token's codes.
+fn stored(
+    laboratory: &Laboratory,
+    material: &AttentionMaterial,
+    after: &Reply,
+    headline: &str,
+) -> Result<Finding, Halt> {
+    let configuration = material.configuration();
+    let after = crate::laboratory::Observed { reply: after.clone(), changed_inputs: vec![] };
     let mut measured = Measured::default();
     for (name, width) in caches(laboratory) {
         let shape = material.cache_shape(name);
@@ -65,7 +102,11 @@ fn round_trip(laboratory: &Laboratory) -> Result<Finding, Halt> {
             for (request, spec) in material.case.workload.requests.iter().enumerate() {
                 let codes = material.cache_codes(name, request);
                 for position in 0..spec.seq_len() {
-                    let slot = material.layout.slot(position, material.dcp_rank(rank), material.block_table(request));
+                    let slot = material.layout.slot(
+                        position,
+                        material.dcp_rank(rank),
+                        material.block_table(request),
+                    );
                     let Ok(slot) = usize::try_from(slot) else { continue };
                     for element in 0..width {
                         let flat = (rank * slots + slot) * width + element;
@@ -80,7 +121,7 @@ fn round_trip(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let (slot, element) = (flat / width % slots, flat % width);
             format!("rank {}, slot {slot}, element {element} (codes shown)", flat / width / slots)
         };
-        match comparison.finding("a token in the cache is not what was written", Stage::Write, place) {
+        match comparison.finding(headline, Stage::Write, place) {
             Finding::Holds(more) => measured = measured.and(more),
             broken => return Ok(broken),
         }
@@ -109,10 +150,14 @@ fn single_writer(laboratory: &Laboratory) -> Result<Finding, Halt> {
             comparison.element(flat, seen[flat] as f64, Allowed::Exactly(wanted as f64));
         }
     }
-    Ok(comparison.finding("a token is written by the wrong rank or to the wrong slot", Stage::Layout, |flat| {
-        let token = flat % tokens;
-        format!("rank {}, request {} position {}", flat / tokens, requests[token], positions[token])
-    }))
+    Ok(comparison.finding(
+        "a token is written by the wrong rank or to the wrong slot",
+        Stage::Layout,
+        |flat| {
+            let token = flat % tokens;
+            format!("rank {}, request {} position {}", flat / tokens, requests[token], positions[token])
+        },
+    ))
 }
 
 fn untouched(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -122,7 +167,7 @@ fn untouched(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut compared = 0;
     for (name, width) in caches(laboratory) {
         let size = width * configuration.kv_dtype.size_bytes();
-        let get = |reply: &shardcheck_engine::Reply| {
+        let get = |reply: &Reply| {
             let observed = crate::laboratory::Observed { reply: reply.clone(), changed_inputs: vec![] };
             observed.output(name, configuration.kv_dtype, &material.cache_shape(name)).cloned()
         };

@@ -118,8 +118,12 @@ pub fn root_cause(check: &Check) -> (String, String) {
     (check.property.clone(), what)
 }
 
-/// A ratio in few digits.
+/// A ratio in few digits. What lies next to 1 but is not 1 says so, because 1 is where a bound ends.
 pub fn short(ratio: f64) -> String {
+    let past = ratio - 1.0;
+    if past != 0.0 && past.abs() < 5e-4 {
+        return format!("1 {} {:.1e}", if past > 0.0 { '+' } else { '−' }, past.abs());
+    }
     match ratio.abs() {
         size if size >= 1e4 || (size > 0.0 && size < 1e-3) => format!("{ratio:.2e}"),
         size if size >= 100.0 => format!("{ratio:.0}"),
@@ -201,6 +205,14 @@ mod tests {
             Block::of(&sample::failed("verify/\u{7}a", failure), None, &Glossary::default()).to_string();
         assert!(text.chars().all(|c| !c.is_control() || c == '\n'), "{text:?}");
         assert!(text.contains("\\u{1b}[2Jgone") && text.contains("second line"), "{text}");
+    }
+
+    #[test]
+    fn a_ratio_just_past_the_bound_does_not_look_like_the_bound() {
+        assert_eq!(short(1.0), "1.000");
+        assert_eq!(short(1.0 + f64::EPSILON), "1 + 2.2e-16");
+        assert_eq!(short(1.0 - 1e-5), "1 − 1.0e-5");
+        assert_eq!(short(1.001), "1.001");
     }
 
     #[test]

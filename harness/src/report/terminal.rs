@@ -141,7 +141,7 @@ impl<W: Write> TerminalReporter<W> {
             let text = if *seen <= BLOCKS_PER_CAUSE {
                 self.painted(&Block::of(result, self.header.as_ref(), &self.glossary))
             } else {
-                let like = format!("same property and stage as above: {}, {}", cause.0, cause.1);
+                let like = format!("as above: {}, {}", cause.0, cause.1);
                 format!("{} {} ({like})\n", self.status_word(result.status), printable(&result.id))
             };
             return text;

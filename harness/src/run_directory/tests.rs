@@ -133,6 +133,16 @@ fn results_of_an_earlier_end_do_not_outlive_a_resume() {
 }
 
 #[test]
+fn a_resume_that_is_killed_does_not_show_the_end_of_the_run_before_it() {
+    let (_root, mut directory) = fresh();
+    let end = Event::RunFinished { counts: Default::default(), elapsed_s: 1.0, exit_code: 3 };
+    directory.append(&end).unwrap();
+    assert_eq!(read_events(directory.path()).unwrap().finished.unwrap().exit_code, 3);
+    directory.append(&Event::CaseJudged(sample::passed("decode/a", 0.5))).unwrap();
+    assert_eq!(read_events(directory.path()).unwrap().finished, None);
+}
+
+#[test]
 fn a_whole_last_line_that_only_lacks_its_end_is_kept_on_resume() {
     let (_root, mut directory) = fresh();
     let path = directory.path().to_owned();
@@ -160,10 +170,16 @@ fn a_resume_with_other_options_is_refused_with_each_difference() {
     let (_root, directory) = fresh();
     let path = directory.path().to_owned();
     drop(directory);
-    let other = RunHeader { seed: 99, fault: Some("drop-rank".into()), ..sample::header() };
+    let selection =
+        serde_json::to_value(Selection { skip: vec!["cold".into()], ..Selection::default() }).unwrap();
+    let profile = serde_json::json!({"engine": "cpu", "version": "0.2.0"});
+    let other =
+        RunHeader { seed: 99, fault: Some("drop-rank".into()), selection, profile, ..sample::header() };
     let message = RunDirectory::reopen(&path, &other).unwrap_err().to_string();
     assert!(message.contains("seed was 7, now 99"), "{message}");
     assert!(message.contains("fault was none, now drop-rank"), "{message}");
+    assert!(message.contains("selection was all cases, now id does not contain \"cold\""), "{message}");
+    assert!(message.contains("engine profile was "), "{message}");
     assert!(message.contains("start a new run"), "{message}");
 }
 

@@ -243,13 +243,20 @@ fn known_models() -> Vec<&'static str> {
     Model::all().iter().map(|model| model.name.as_str()).chain([CUSTOM_MODEL]).collect()
 }
 
+/// Element types that a KV cache may have, as `Configuration::check` takes them.
+const KV_DTYPES: [Dtype; 6] =
+    [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2];
+/// Element types of the states that a merge is given.
+const STATE_DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F32];
+
 impl ChoiceAxis {
     /// The names that the axis can have.
     pub fn values(self) -> Vec<&'static str> {
         match self {
             Self::Family => Family::ALL.map(Family::name).to_vec(),
             Self::Probe => Probe::ALL.map(Probe::name).to_vec(),
-            Self::Kv | Self::Dtype => Dtype::ALL.map(Dtype::name).to_vec(),
+            Self::Kv => KV_DTYPES.map(Dtype::name).to_vec(),
+            Self::Dtype => STATE_DTYPES.map(Dtype::name).to_vec(),
             Self::Backend => CommBackend::ALL.map(CommBackend::name).to_vec(),
             Self::Placement => Placement::ALL.map(Placement::name).to_vec(),
             Self::Pattern => MergePattern::ALL.map(MergePattern::name).to_vec(),

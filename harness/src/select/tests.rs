@@ -5,7 +5,9 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::sample;
-use shardcheck_cases::{Body, CASE_SCHEMA_VERSION, Family, MergeCase, MergePattern, StateView};
+use shardcheck_cases::{
+    Body, CASE_SCHEMA_VERSION, Family, MergeCase, MergePattern, StateView, SuiteName, suite,
+};
 use shardcheck_engine::{CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
@@ -93,6 +95,22 @@ fn what_a_case_says_of_its_axes_selects_it() {
 }
 
 #[test]
+fn every_case_of_a_suite_is_selected_by_what_it_says_of_its_axes_and_by_its_id() {
+    let cases: Vec<Case> = suite(SuiteName::Gate, 1).into_iter().step_by(25).collect();
+    assert!(cases.len() > 10);
+    for case in &cases {
+        let id = case.id();
+        let atoms: Vec<String> =
+            Axis::values_of(case).iter().map(|(axis, value)| format!("{axis}({value})")).collect();
+        let expression = Expression::parse(&format!("{} & id(=\"{id}\")", atoms.join(" & "))).unwrap();
+        let selected = cases
+            .iter()
+            .filter(|other| expression.may_match(&Subject { id: &other.id(), case: other, property: None }));
+        assert_eq!(selected.count(), 1, "{expression}");
+    }
+}
+
+#[test]
 fn a_merge_case_has_axes_of_its_own_and_lacks_those_of_attention() {
     let case = merge_case();
     let subject = Subject { id: "merge_partials/x", case: &case, property: None };
@@ -173,6 +191,8 @@ fn a_property_atom_selects_properties_and_keeps_every_case_that_may_have_one() {
     assert!(selection.matches(ID, &case));
     assert!(selection.matches_property(ID, &case, "merge.bound"));
     assert!(!selection.matches_property(ID, &case, "layout.exact"));
+    assert!(selection.matches_any_of(ID, &case, ["layout.exact", "merge.bound"]));
+    assert!(!selection.matches_any_of(ID, &case, ["layout.exact"]), "nothing would be judged");
     let other = Selection { expression: Some("prop(merge.bound) & world(2)".parse().unwrap()), ..selection };
     assert!(!other.matches(ID, &case), "the world alone decides");
     let negated = Selection { expression: Some("not prop(~merge)".parse().unwrap()), ..other };

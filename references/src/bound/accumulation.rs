@@ -1,9 +1,33 @@
 //! Rounding in the merge of partial outputs: E4, E5 and what a reduce-scatter adds.
 
 use super::U32;
-use shardcheck_formats::codec::half_ulp;
+use shardcheck_formats::codec;
 use shardcheck_formats::contract::{Contract, Merge};
 use shardcheck_formats::dtype::Dtype;
+
+/// [`codec::half_ulp`] of one format, prepared: the bound asks for it several times an element.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct HalfUlp {
+    unit_roundoff: f64,
+    /// Half the spacing of subnormals.
+    least: f64,
+}
+
+impl HalfUlp {
+    pub(super) fn of(dtype: Dtype) -> Self {
+        Self { unit_roundoff: dtype.unit_roundoff(), least: codec::half_ulp(dtype, f64::MIN_POSITIVE) }
+    }
+
+    /// Half the distance from `|x|` to the next larger value of the format; 0 at 0, infinite where `x` is not finite.
+    #[inline]
+    pub(super) fn at(&self, x: f64) -> f64 {
+        if x == 0.0 {
+            return 0.0;
+        }
+        const EXPONENT: u64 = 0x7FF << 52;
+        (f64::from_bits(x.to_bits() & EXPONENT) * self.unit_roundoff).max(self.least)
+    }
+}
 
 /// One part's contribution to an output element.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -24,8 +48,8 @@ impl Contribution {
 }
 
 /// E4: `Σ g·hulp(|o_r| + preR)`, partial outputs rounded to the format in which they travel.
-pub(super) fn partial_rounding(parts: &[Contribution], partial: Dtype) -> f64 {
-    parts.iter().map(|part| part.weight * half_ulp(partial, part.magnitude())).sum()
+pub(super) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 {
+    parts.iter().map(|part| part.weight * partial.at(part.magnitude())).sum()
 }
 
 /// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the format
@@ -50,12 +74,10 @@ pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roun
 /// terms: their `k` largest or `k` smallest. The last sum is the final rounding of the output, and counts (`k = W`)
 /// only where the output's format is finer than that.
 fn in_bf16(contract: &Contract, parts: &[Contribution], magnitude: f64) -> f64 {
-    let roundoff = Dtype::Bf16.unit_roundoff();
+    let (roundoff, half_ulp) = (Dtype::Bf16.unit_roundoff(), HalfUlp::of(Dtype::Bf16));
     let count = parts.len() as f64;
-    let products: f64 = parts
-        .iter()
-        .map(|part| half_ulp(Dtype::Bf16, part.weight * part.magnitude() * (1.0 + roundoff)))
-        .sum();
+    let products: f64 =
+        parts.iter().map(|part| half_ulp.at(part.weight * part.magnitude() * (1.0 + roundoff))).sum();
     let moved: f64 =
         parts.iter().map(|part| part.weight * (part.pre + 2.0 * roundoff * part.out.abs())).sum();
     let slack = (1.0 + count * roundoff) * moved + count * roundoff * magnitude;
@@ -68,7 +90,7 @@ fn in_bf16(contract: &Contract, parts: &[Contribution], magnitude: f64) -> f64 {
         largest += terms[parts.len() - k];
         reach = reach.max(smallest.abs()).max(largest.abs());
         if k >= 2 {
-            inner += half_ulp(Dtype::Bf16, reach + slack);
+            inner += half_ulp.at(reach + slack);
         }
     }
     products + inner
@@ -83,10 +105,29 @@ mod tests {
     }
 
     #[test]
+    fn a_prepared_half_ulp_is_the_format_s_own() {
+        let mut random = shardcheck_formats::recipe::Counter::new(1, 0);
+        for dtype in [Dtype::Bf16, Dtype::F16, Dtype::F32] {
+            let prepared = HalfUlp::of(dtype);
+            for power in -160..130 {
+                let x = random.gaussian() * 2f64.powi(power);
+                assert_eq!(prepared.at(x), codec::half_ulp(dtype, x), "{dtype} at {x:e}");
+            }
+            assert_eq!((prepared.at(0.0), prepared.at(f64::INFINITY)), (0.0, f64::INFINITY));
+        }
+    }
+
+    #[test]
     fn partials_in_f32_lose_less_than_partials_in_bf16() {
         let parts = [part(0.5, 1.0), part(0.5, -3.0)];
-        assert_eq!(partial_rounding(&parts, Dtype::Bf16), 0.5 * 2f64.powi(-8) + 0.5 * 2f64.powi(-7));
-        assert!(partial_rounding(&parts, Dtype::F32) < partial_rounding(&parts, Dtype::Bf16) * 1e-4);
+        assert_eq!(
+            partial_rounding(&parts, HalfUlp::of(Dtype::Bf16)),
+            0.5 * 2f64.powi(-8) + 0.5 * 2f64.powi(-7)
+        );
+        assert!(
+            partial_rounding(&parts, HalfUlp::of(Dtype::F32))
+                < partial_rounding(&parts, HalfUlp::of(Dtype::Bf16)) * 1e-4
+        );
     }
 
     #[test]
@@ -94,7 +135,7 @@ mod tests {
         let contract = Contract::bf16_default(Merge::AgRsBf16);
         let parts = [part(0.5, 1.0), part(0.5, 1.0)];
         let in_f32 = merge_arithmetic(&Contract::bf16_default(Merge::AgRsF32), &parts, 0.0);
-        let products = 2.0 * half_ulp(Dtype::Bf16, 0.5 * (1.0 + 2f64.powi(-8)));
+        let products = 2.0 * codec::half_ulp(Dtype::Bf16, 0.5 * (1.0 + 2f64.powi(-8)));
         assert_eq!(merge_arithmetic(&contract, &parts, 0.0), in_f32 + products);
     }
 

@@ -1,12 +1,13 @@
 //! Expected results together with their bounds.
 
+use super::accumulation::HalfUlp;
 use super::output::{StateBound, Terms, bound_state};
 use crate::attention::plain::{Element, Problem};
 use crate::layout::Layout;
-use crate::moments::{Moments, Underivable};
+use crate::moments::{Moments, Passes, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
-use shardcheck_formats::codec::{half_ulp, round};
+use shardcheck_formats::codec::round;
 use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 
@@ -101,7 +102,8 @@ pub fn certify<T: Element>(
     visible: &[Visible],
     contract: &Contract,
 ) -> Result<Certified, Underivable> {
-    certify_moments(&Moments::collect(problem, Split::Ranks(layout), visible)?, contract, false)
+    let passes = Passes::needed_by(contract);
+    certify_moments(&Moments::collect(problem, Split::Ranks(layout), visible, passes)?, contract, false)
 }
 
 /// The bound from moments that were taken before, with the terms if `keep_terms`.
@@ -143,7 +145,7 @@ impl Certified {
 
     /// Appends the state `index` of `moments` with its bound.
     pub(super) fn push(&mut self, moments: &Moments, contract: &Contract, index: usize, bound: StateBound) {
-        let state = &moments.states[index];
+        let (state, half_ulp) = (&moments.states[index], HalfUlp::of(contract.partial));
         self.out.extend(&state.out);
         self.lse.push(state.lse);
         self.pre.extend(&bound.pre);
@@ -153,12 +155,9 @@ impl Certified {
             certified.out.extend(&part.out);
             certified.lse.push(part.lse);
             certified.weight.push(part.weight);
-            certified.pre.extend(
-                part.out
-                    .iter()
-                    .zip(&bound.pre)
-                    .map(|(out, pre)| pre + half_ulp(contract.partial, out.abs() + pre)),
-            );
+            certified
+                .pre
+                .extend(part.out.iter().zip(&bound.pre).map(|(out, pre)| pre + half_ulp.at(out.abs() + pre)));
             certified.lse_bound.push(bound.lse_bound);
             certified.practical_lse_bound.push(bound.practical_lse_bound);
         }

@@ -3,7 +3,7 @@
 use super::Certified;
 use super::output::{StateBound, bound_state_merged};
 use crate::attention::plain::{Element, Problem};
-use crate::moments::{Moments, State, Underivable};
+use crate::moments::{Moments, Passes, State, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
 use shardcheck_formats::codec::half_ulp;
@@ -38,7 +38,8 @@ pub fn certify_chain<T: Element>(
     keep_terms: bool,
 ) -> Result<Certified, Underivable> {
     let contract = Contract { merge: Merge::A2a, ..contract.clone() };
-    let moments = Moments::collect(problem, Split::Chunks(chunk_tokens), visible)?;
+    let moments =
+        Moments::collect(problem, Split::Chunks(chunk_tokens), visible, Passes::needed_by(&contract))?;
     let mut certified = Certified::empty(&moments, keep_terms);
     let merges = chunk_tokens.len().saturating_sub(1).max(1);
     for row in 0..moments.rows {
@@ -111,7 +112,7 @@ mod tests {
             let chunks = [10; 6];
             let chain = certify_chain(problem, &chunks, &visible, contract, true).unwrap();
             let at_once = Contract { merge: Merge::A2a, ..contract.clone() };
-            let moments = Moments::collect(problem, Split::Chunks(&chunks), &visible).unwrap();
+            let moments = Moments::collect(problem, Split::Chunks(&chunks), &visible, Passes::One).unwrap();
             let at_once = certify_moments(&moments, &at_once, true).unwrap();
             assert_eq!(chain.out, at_once.out);
             let partial = |certified: &Certified| certified.terms.as_ref().unwrap()[0].partial.clone();

@@ -1,10 +1,9 @@
 //! The bound of one state: its output, its partials and their LSEs, term by term.
 
-use super::accumulation::{Contribution, merge_arithmetic, merged_magnitude, partial_rounding};
+use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_rounding};
 use super::weights::{ExponentError, merge_weight_error};
 use super::{TINY32, lse, summation};
 use crate::moments::{Moments, Part, RIVAL_GAP, State, Underivable};
-use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::contract::Contract;
 
 /// The terms of an output's bound, `[v_dim]` each; their sum is the bound before the final rounding.
@@ -137,7 +136,7 @@ pub(super) fn bound_state_merged(
     if contract.l_rounded && rounding >= 1.0 {
         return Err(Underivable::WeightError { row, head, weight_error: rounding });
     }
-    let terms = terms(moments, contract, state, &errors, &parts, (summed, rounding));
+    let terms = terms(contract, state, &errors, &parts, (summed, rounding));
     let pre: Vec<f64> = (0..moments.v_dim)
         .map(|d| {
             terms.score[d]
@@ -208,11 +207,12 @@ fn rounding_sum(contract: &Contract, errors: &RowErrors, part: &Part) -> f64 {
 }
 
 /// What the largest token of a part may be off by, although it escapes rounding: when a rival with a larger score
-/// error becomes the computed maximum, the token's own probability is below 1 and rounds, at most up to 1.
-fn rival_error(errors: &RowErrors, part: &Part, d: usize) -> f64 {
+/// error becomes the computed maximum, the token's own probability is below 1 and rounds, at most up to 1. To be
+/// multiplied by the token's `|v|`.
+fn rival_error(errors: &RowErrors, part: &Part) -> f64 {
     match part.rival_a {
         Some(rival) if errors.exact_max => {
-            part.peak * part.peak_value[d].abs() * errors.own.excess(rival, part.peak_a, RIVAL_GAP).exp_m1()
+            part.peak * errors.own.excess(rival, part.peak_a, RIVAL_GAP).exp_m1()
         }
         _ => 0.0,
     }
@@ -235,11 +235,15 @@ fn part_bound(
     let largest = errors.merged.at(part.max_a, state.max_abs_score).exp_m1();
     // 5 % covers the products of the errors below; where they are not small, their own growth does
     let growth = ((1.0 + 2.0 * mean) / (1.0 - mean)).max(1.05);
-    let rounding = rounding_sum(contract, errors, part);
+    let (rounding, rival) = (rounding_sum(contract, errors, part), rival_error(errors, part));
+    if part.tokens == 0 {
+        let pre = vec![0.0; moments.v_dim];
+        return Ok(PartBound { pre, lse_bound: 0.0, practical_lse_bound: Some(0.0) });
+    }
     let pre = (0..moments.v_dim)
         .map(|d| {
             let weights = (mean_square * part.square[d]).sqrt().min(largest * part.abs[d]);
-            let probability = rounding_error(contract, errors, part, d) + rival_error(errors, part, d);
+            let probability = rounding_error(contract, errors, part, d) + rival * part.peak_value[d].abs();
             let normaliser = if contract.l_rounded { part.out[d].abs() * rounding } else { 0.0 };
             growth * (2.0 * weights + probability + 2.0 * summed * part.abs[d]) + normaliser
         })
@@ -252,55 +256,71 @@ fn part_bound(
     })
 }
 
+/// Sums over the parts, weighted by their share of the row, `[v_dim]` each.
+struct RowSums {
+    abs: Vec<f64>,
+    square: Vec<f64>,
+    rounding: Vec<f64>,
+    rival: Vec<f64>,
+    /// `Σ |v|`, without weights.
+    sum_abs: Vec<f64>,
+}
+
+impl RowSums {
+    fn of(contract: &Contract, errors: &RowErrors, state: &State) -> Self {
+        let none = || vec![0.0; state.out.len()];
+        let mut sums = Self { abs: none(), square: none(), rounding: none(), rival: none(), sum_abs: none() };
+        for part in state.parts.iter().filter(|part| part.tokens > 0) {
+            let rival = rival_error(errors, part);
+            for d in 0..state.out.len() {
+                sums.abs[d] += part.weight * part.abs[d];
+                sums.square[d] += part.weight * part.square[d];
+                sums.rounding[d] += part.weight * rounding_error(contract, errors, part, d);
+                sums.rival[d] += part.weight * rival * part.peak_value[d].abs();
+                sums.sum_abs[d] += part.sum_abs[d];
+            }
+        }
+        sums
+    }
+}
+
 fn terms(
-    moments: &Moments,
     contract: &Contract,
     state: &State,
     errors: &RowErrors,
     parts: &[PartBound],
     (summed, rounding): (f64, f64),
 ) -> Terms {
-    let mut terms = Terms::default();
-    let row_sum =
-        |f: &dyn Fn(&Part) -> f64| state.parts.iter().map(|part| part.weight * f(part)).sum::<f64>();
-    for d in 0..moments.v_dim {
+    let sums = RowSums::of(contract, errors, state);
+    let (mut terms, mut shares) = (Terms::default(), Vec::with_capacity(parts.len()));
+    let (half_ulp, roundoff) = (HalfUlp::of(contract.partial), contract.partial.unit_roundoff());
+    for d in 0..state.out.len() {
         let out = state.out[d];
-        let (abs, square) = (row_sum(&|part| part.abs[d]), row_sum(&|part| part.square[d]));
         // the float64 difference may come out too small by its own rounding
-        let spread = (square - out * out).max(0.0) + 1e-13 * square;
+        let spread = (sums.square[d] - out * out).max(0.0) + 1e-13 * sums.square[d];
         let score = (errors.mean_square * spread).sqrt() / (1.0 - errors.mean);
-        let plain = row_sum(&|part| rounding_error(contract, errors, part, d)) * errors.growth;
-        let probability = if contract.l_rounded {
-            plain.max(rounded_normaliser(contract, errors, state, d, spread.sqrt(), rounding) * errors.growth)
-        } else {
-            plain
-        };
-        let sum = summed * (abs + score + probability);
-        let pre = score + probability + sum;
-        let rivals = row_sum(&|part| rival_error(errors, part, d)) * errors.growth;
-        let underflow = match state.tokens {
-            0 => 0.0,
-            _ => TINY32 * (1.0 + state.parts.iter().map(|part| part.sum_abs[d]).sum::<f64>()),
-        };
-        let mut rest = rivals * (1.0 + summed) + underflow + 1e-13 * abs;
+        let mut probability = sums.rounding[d] * errors.growth;
+        if contract.l_rounded {
+            let centred = rounded_normaliser(contract, errors, state, d, spread.sqrt(), rounding);
+            probability = probability.max(centred * errors.growth);
+        }
+        let sum = summed * (sums.abs[d] + score + probability);
+        let rivals = sums.rival[d] * errors.growth;
+        let underflow = if state.tokens == 0 { 0.0 } else { TINY32 * (1.0 + sums.sum_abs[d]) };
+        let mut rest = rivals * (1.0 + summed) + underflow + 1e-13 * sums.abs[d];
         let (mut partial, mut merge) = (0.0, 0.0);
         if parts.len() > 1 {
-            let shares: Vec<Contribution> = state
-                .parts
-                .iter()
-                .zip(parts)
-                .map(|(part, bound)| Contribution {
-                    weight: part.weight,
-                    out: part.out[d],
-                    pre: bound.pre[d],
-                })
-                .collect();
             let unnormalised = (2.0 * errors.eta).exp_m1();
-            partial = partial_rounding(&shares, contract.partial);
-            merge = merge_arithmetic(contract, &shares, contract.partial.unit_roundoff())
-                + (out.abs() + pre) * unnormalised;
+            shares.clear();
+            shares.extend(state.parts.iter().zip(parts).map(|(part, bound)| Contribution {
+                weight: part.weight,
+                out: part.out[d],
+                pre: bound.pre[d],
+            }));
+            partial = partial_rounding(&shares, half_ulp);
+            merge = merge_arithmetic(contract, &shares, roundoff)
+                + (out.abs() + score + probability + sum) * unnormalised;
             rest += (partial + rivals) * unnormalised;
-            debug_assert!(merged_magnitude(&shares, 0.0) >= out.abs() * (1.0 - 1e-9));
         }
         terms.score.push(score);
         terms.probability.push(probability);
@@ -336,12 +356,12 @@ fn rounded_normaliser(
 
 /// Whether a partial output may be too large for its format.
 fn overflows(contract: &Contract, state: &State, parts: &[PartBound]) -> bool {
-    let limit = contract.partial.max_finite();
+    let (limit, half_ulp) = (contract.partial.max_finite(), HalfUlp::of(contract.partial));
     state.parts.len() > 1
         && state.parts.iter().zip(parts).any(|(part, bound)| {
             part.out.iter().zip(&bound.pre).any(|(out, pre)| {
                 let magnitude = out.abs() + pre;
-                magnitude + half_ulp(contract.partial, magnitude) > limit
+                magnitude + half_ulp.at(magnitude) > limit
             })
         })
 }

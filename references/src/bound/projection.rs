@@ -4,15 +4,16 @@
 //! pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the values
 //! `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
 
-use super::accumulation::{Contribution, merge_arithmetic, partial_rounding};
+use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_rounding};
 use super::output::{StateBound, Terms, bound_state};
 use super::{Certified, CertifiedPart, certify_moments, gamma};
 use crate::attention::plain::{Element, Problem, Values};
+use crate::attention::streaming;
 use crate::layout::Layout;
-use crate::moments::{Moments, State, Underivable};
+use crate::moments::{Moments, Passes, State, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
-use shardcheck_formats::codec::half_ulp;
+use rayon::prelude::*;
 use shardcheck_formats::contract::Contract;
 use std::fmt;
 use std::str::FromStr;
@@ -110,32 +111,71 @@ pub fn certify_projected<T: Element>(
         problem.heads * latent_dim * v_dim,
         "weights are not [heads, latent, v_dim]"
     );
-    let moments = Moments::collect(problem, Split::Ranks(layout), visible)?;
+    let passes = Passes::needed_by(contract);
+    let moments = Moments::collect(problem, Split::Ranks(layout), visible, passes)?;
     let latent = certify_moments(&moments, contract, false)?;
     let by_head = (0..problem.heads)
-        .map(|head| project_head(problem, layout, visible, projection, head))
+        .into_par_iter()
+        .map(|head| {
+            let values = project_head(problem, layout, visible, projection, head, passes)?;
+            let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
+            let absolute: Vec<f64> = weights.iter().map(|w| f64::from(w.abs())).collect();
+            let one = |row: usize| {
+                let latent_bound = bound_state(&moments, contract, row, head)?;
+                let values_bound = bound_state(&values, contract, row, 0)?;
+                let latent = &moments.states[row * moments.heads + head];
+                let (values, absolute) = (&values.states[row], absolute.as_slice());
+                Ok(One { contract, absolute, latent, latent_bound, values, values_bound }.bound(order))
+            };
+            (0..moments.rows).map(one).collect::<Result<Vec<_>, _>>()
+        })
         .collect::<Result<Vec<_>, _>>()?;
-    let mut projected = Certified { v_dim, partials: Vec::new(), ..Certified::empty(&by_head[0], true) };
-    projected.heads = problem.heads;
+    let mut projected = Certified {
+        rows: moments.rows,
+        heads: moments.heads,
+        v_dim,
+        world: layout.world(),
+        out: Vec::new(),
+        lse: latent.lse.clone(),
+        pre: Vec::new(),
+        lse_bound: latent.lse_bound.clone(),
+        practical_lse_bound: latent.practical_lse_bound.clone(),
+        partials: Vec::new(),
+        terms: Some(Vec::new()),
+    };
     if order == ProjectionOrder::BeforeMerge {
-        projected.partials = vec![CertifiedPart::default(); layout.world()];
+        let latent_partials = latent.partials.iter().cloned();
+        projected.partials =
+            latent_partials.map(|part| CertifiedPart { out: Vec::new(), pre: Vec::new(), ..part }).collect();
     }
     for row in 0..moments.rows {
-        for head in 0..moments.heads {
-            let index = row * moments.heads + head;
-            let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
-            let one = One {
-                contract,
-                absolute: weights.iter().map(|w| f64::from(w.abs())).collect(),
-                latent: &moments.states[index],
-                latent_bound: bound_state(&moments, contract, row, head)?,
-                values: &by_head[head].states[row],
-                values_bound: bound_state(&by_head[head], contract, row, 0)?,
-            };
-            one.push(order, &mut projected);
+        for bounds in &by_head {
+            projected.push_projected(&bounds[row]);
         }
     }
     Ok(CertifiedProjection { latent, projected })
+}
+
+/// What comes of one state.
+struct Projected {
+    out: Vec<f64>,
+    terms: Terms,
+    /// `[parts]`: `(y_r, bound with its rounding)`, `[v_dim]` each; none where the merge comes first.
+    partials: Vec<(Vec<f64>, Vec<f64>)>,
+}
+
+impl Certified {
+    fn push_projected(&mut self, state: &Projected) {
+        self.out.extend(&state.out);
+        self.pre.extend(state.terms.total());
+        for (partial, (out, pre)) in self.partials.iter_mut().zip(&state.partials) {
+            partial.out.extend(out);
+            partial.pre.extend(pre);
+        }
+        if let Some(terms) = &mut self.terms {
+            terms.push(state.terms.clone());
+        }
+    }
 }
 
 /// Moments of one head over the projected values; every row is a state.
@@ -145,27 +185,23 @@ fn project_head<T: Element>(
     visible: &[Visible],
     projection: &UpProjection,
     head: usize,
+    passes: Passes,
 ) -> Result<Moments, Underivable> {
     let (latent_dim, v_dim, kv_head) = (problem.v_dim, projection.v_dim, problem.kv_head(head));
     let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
     let query: Vec<f64> =
         (0..problem.rows()).flat_map(|row| problem.query_at(row, head)).map(|x| (*x).into()).collect();
     let end = visible.iter().map(Visible::end).max().unwrap_or(0);
+    let tokens: Vec<usize> =
+        (0..end).filter(|&token| visible.iter().any(|seen| seen.contains(token))).collect();
     let mut key = vec![0.0; end * problem.qk_dim];
-    let mut value = vec![0.0; end * v_dim];
-    for token in (0..end).filter(|&token| visible.iter().any(|seen| seen.contains(token))) {
-        let stored = problem.key_at(token, kv_head);
-        for (to, from) in key[token * problem.qk_dim..].iter_mut().zip(stored) {
+    for &token in &tokens {
+        for (to, from) in key[token * problem.qk_dim..].iter_mut().zip(problem.key_at(token, kv_head)) {
             *to = (*from).into();
         }
-        let projected = &mut value[token * v_dim..(token + 1) * v_dim];
-        for (x, row) in problem.value_at(token, kv_head).iter().zip(weights.chunks_exact(v_dim)) {
-            let x: f64 = (*x).into();
-            for (sum, weight) in projected.iter_mut().zip(row) {
-                *sum += x * f64::from(*weight);
-            }
-        }
     }
+    let mut value = vec![0.0; end * v_dim];
+    streaming::project_values(problem, kv_head, &tokens, weights, v_dim, &mut value);
     let sink = problem.sink.map(|sink| [sink[head]]);
     let head_problem = Problem {
         heads: 1,
@@ -179,14 +215,14 @@ fn project_head<T: Element>(
         sink: sink.as_ref().map(|sink| sink.as_slice()),
         softcap: problem.softcap,
     };
-    Moments::collect(&head_problem, Split::Ranks(layout), visible)
+    Moments::collect(&head_problem, Split::Ranks(layout), visible, passes)
 }
 
 /// One state before and after the projection.
 struct One<'a> {
     contract: &'a Contract,
     /// `|W_UV|` of the head, `[latent, v_dim]`.
-    absolute: Vec<f64>,
+    absolute: &'a [f64],
     latent: &'a State,
     latent_bound: StateBound,
     values: &'a State,
@@ -215,26 +251,20 @@ impl One<'_> {
         gamma(self.latent.out.len(), self.contract.u_acc)
     }
 
-    fn push(&self, order: ProjectionOrder, projected: &mut Certified) {
-        let terms = match order {
-            ProjectionOrder::AfterMerge => self.after(),
-            ProjectionOrder::BeforeMerge => self.before(&mut projected.partials),
+    fn bound(&self, order: ProjectionOrder) -> Projected {
+        let (terms, partials) = match order {
+            ProjectionOrder::AfterMerge => (self.after(), Vec::new()),
+            ProjectionOrder::BeforeMerge => self.before(),
         };
-        projected.out.extend(&self.values.out);
-        projected.lse.push(self.latent.lse);
-        projected.pre.extend(terms.total());
-        projected.lse_bound.push(self.latent_bound.lse_bound);
-        projected.practical_lse_bound.push(self.latent_bound.practical_lse_bound);
-        if let Some(kept) = &mut projected.terms {
-            kept.push(terms);
-        }
+        Projected { out: self.values.out.clone(), terms, partials }
     }
 
     fn after(&self) -> Terms {
         let (own, error) = (&self.latent_bound.terms, self.product_error());
+        let half_ulp = HalfUlp::of(self.contract.output);
         let stored = |c: usize| {
             let magnitude = self.latent.out[c].abs() + self.latent_bound.pre[c];
-            (magnitude, half_ulp(self.contract.output, magnitude))
+            (magnitude, half_ulp.at(magnitude))
         };
         let product = self.spread(|c| error * (stored(c).0 + stored(c).1));
         let sum = self.spread(|c| own.sum[c]);
@@ -249,7 +279,7 @@ impl One<'_> {
         }
     }
 
-    fn before(&self, partials: &mut [CertifiedPart]) -> Terms {
+    fn before(&self) -> (Terms, Vec<(Vec<f64>, Vec<f64>)>) {
         let (own, values, error) = (&self.latent_bound.terms, &self.values_bound.terms, self.product_error());
         let summed = super::summation(self.contract, self.latent.tokens);
         let merged = self.latent.parts.len() > 1;
@@ -261,13 +291,13 @@ impl One<'_> {
             merge: vec![0.0; self.v_dim()],
             rest: add(&values.rest, &self.spread(|c| own.rest[c])),
         };
-        let mut shares = vec![Vec::new(); self.v_dim()];
+        let (mut shares, mut partials) = (vec![Vec::new(); self.v_dim()], Vec::new());
+        let half_ulp = HalfUlp::of(self.contract.partial);
         for (rank, part) in self.latent.parts.iter().enumerate() {
             let pre = &self.latent_bound.parts[rank].pre;
             let magnitude = |c: usize| part.out[c].abs() + pre[c];
-            let stored = self.spread(|c| half_ulp(self.contract.partial, magnitude(c)));
-            let product =
-                self.spread(|c| error * (magnitude(c) + half_ulp(self.contract.partial, magnitude(c))));
+            let stored = self.spread(|c| half_ulp.at(magnitude(c)));
+            let product = self.spread(|c| error * (magnitude(c) + half_ulp.at(magnitude(c))));
             let sums = self.spread(|c| 2.1 * summed * part.abs[c]);
             for v in 0..self.v_dim() {
                 terms.partial[v] += part.weight * stored[v];
@@ -279,31 +309,21 @@ impl One<'_> {
                     pre,
                 });
             }
-            self.push_partial(&mut partials[rank], rank, &shares);
+            let rounded = |share: &Contribution| share.pre + half_ulp.at(share.out.abs() + share.pre);
+            let pre = shares.iter().map(|shares| rounded(&shares[rank])).collect();
+            partials.push((self.values.parts[rank].out.clone(), pre));
         }
         if merged {
             let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();
             let roundoff = self.contract.partial.unit_roundoff();
             for v in 0..self.v_dim() {
-                terms.partial[v] += partial_rounding(&shares[v], self.contract.partial);
+                terms.partial[v] += partial_rounding(&shares[v], half_ulp);
                 let before = terms.score[v] + terms.probability[v] + terms.sum[v] + terms.partial[v];
                 terms.merge[v] = merge_arithmetic(self.contract, &shares[v], roundoff)
                     + (self.values.out[v].abs() + before) * unnormalised;
             }
         }
-        terms
-    }
-
-    fn push_partial(&self, partial: &mut CertifiedPart, rank: usize, shares: &[Vec<Contribution>]) {
-        let (part, bound) = (&self.latent.parts[rank], &self.latent_bound.parts[rank]);
-        for share in shares.iter().map(|shares| shares[rank]) {
-            partial.out.push(share.out);
-            partial.pre.push(share.pre + half_ulp(self.contract.partial, share.out.abs() + share.pre));
-        }
-        partial.lse.push(part.lse);
-        partial.weight.push(part.weight);
-        partial.lse_bound.push(bound.lse_bound);
-        partial.practical_lse_bound.push(bound.practical_lse_bound);
+        (terms, partials)
     }
 }
 

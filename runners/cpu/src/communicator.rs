@@ -1,7 +1,8 @@
 //! Collectives between ranks that are threads: a mailbox per group, with a time limit on every wait.
 //!
 //! A collective is told by its name and by how often the rank has entered it. A rank that skips one leaves its
-//! peers waiting, as NCCL would; here the wait ends after the time limit, and all ranks with it.
+//! peers waiting, as NCCL would; here the wait ends after the time limit, and all ranks with it. The clock stands still
+//! while any rank computes: a slow peer on a busy machine is no hang.
 
 use std::any::Any;
 use std::cell::{Cell, RefCell};
@@ -20,7 +21,7 @@ pub struct Ranks {
     pub count: usize,
     /// Ranks of one group W. Rank `r` is member `r % world` of group `r / world`.
     pub world: usize,
-    /// Longest wait in one collective.
+    /// Longest time in which every rank waits and none gets what it waits for.
     pub timeout: Duration,
 }
 
@@ -65,6 +66,7 @@ where
         let outcome = catch_unwind(AssertUnwindSafe(|| body(&link))).unwrap_or_else(|panic| {
             Err(Stop::crash(format!("rank {rank} panicked: {}", panic_text(&*panic))))
         });
+        fabric.rest(&mut fabric.lock());
         match outcome {
             Ok(result) => Some((result, link.collectives.get())),
             Err(stop) => {
@@ -113,9 +115,12 @@ struct Round {
     taken: usize,
 }
 
-#[derive(Default)]
 struct State {
     rounds: HashMap<Key, Round>,
+    /// Ranks that neither wait nor have ended.
+    computing: usize,
+    /// When the last of them stopped.
+    idle_since: Instant,
     failure: Option<EngineError>,
 }
 
@@ -127,11 +132,26 @@ struct Fabric {
 
 impl Fabric {
     fn new(ranks: Ranks) -> Self {
-        Self { ranks, state: Mutex::default(), wake: Condvar::new() }
+        let state = State {
+            rounds: HashMap::new(),
+            computing: ranks.count,
+            idle_since: Instant::now(),
+            failure: None,
+        };
+        Self { ranks, state: Mutex::new(state), wake: Condvar::new() }
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// One rank stops computing: it waits, or has ended.
+    fn rest(&self, state: &mut State) {
+        state.computing -= 1;
+        if state.computing == 0 {
+            state.idle_since = Instant::now();
+            self.wake.notify_all();
+        }
     }
 
     fn fail(&self, stop: Stop) {
@@ -250,30 +270,40 @@ impl<'a> Link<'a> {
         mut state: MutexGuard<'g, State>,
         key: &Key,
     ) -> Result<MutexGuard<'g, State>, Stop> {
-        let begin = Instant::now();
-        loop {
+        let (fabric, begin) = (self.fabric, Instant::now());
+        let mut rests = false;
+        let outcome = loop {
             if state.failure.is_some() {
-                return Err(Stop::Peer);
+                break Err(Stop::Peer);
             }
-            let missing: Vec<usize> = match state.rounds.get(key) {
-                Some(round) => (0..self.world).filter(|&m| round.posted[m].is_none()).collect(),
-                None => return Err(Stop::Peer),
-            };
+            let Some(round) = state.rounds.get(key) else { break Err(Stop::Peer) };
+            let missing: Vec<usize> = (0..self.world).filter(|&m| round.posted[m].is_none()).collect();
             if missing.is_empty() {
-                return Ok(state);
+                break Ok(());
             }
-            let waited = begin.elapsed();
-            let Some(left) = self.fabric.ranks.timeout.checked_sub(waited).filter(|d| !d.is_zero()) else {
-                let absent: Vec<usize> = missing.iter().map(|m| self.group() * self.world + m).collect();
-                state.failure = Some(EngineError::Timeout {
-                    rank: Some(self.rank),
-                    waiting_in: format!("{} (not there: rank {absent:?})", key.1),
-                    waited_s: waited.as_secs_f64(),
-                });
-                self.fabric.wake.notify_all();
-                return Err(Stop::Peer);
-            };
-            state = self.fabric.wake.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            if !rests {
+                rests = true;
+                fabric.rest(&mut state);
+            }
+            let idle = if state.computing > 0 { Duration::ZERO } else { state.idle_since.elapsed() };
+            let left = fabric.ranks.timeout.saturating_sub(idle);
+            if left.is_zero() {
+                state.failure = Some(self.timed_out(key.1, &missing, begin));
+                fabric.wake.notify_all();
+                break Err(Stop::Peer);
+            }
+            state = fabric.wake.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+        };
+        state.computing += usize::from(rests);
+        outcome.map(|()| state)
+    }
+
+    fn timed_out(&self, name: &str, missing: &[usize], begin: Instant) -> EngineError {
+        let absent: Vec<usize> = missing.iter().map(|member| self.group() * self.world + member).collect();
+        EngineError::Timeout {
+            rank: Some(self.rank),
+            waiting_in: format!("{name} (not there: rank {absent:?})"),
+            waited_s: begin.elapsed().as_secs_f64(),
         }
     }
 }
@@ -331,6 +361,18 @@ mod tests {
         assert_eq!(rank, Some(2));
         assert!(waiting_in.contains("all_gather_lse") && waiting_in.contains("[3]"), "{waiting_in}");
         assert!(waited_s >= 0.05);
+    }
+
+    #[test]
+    fn a_peer_that_computes_for_longer_than_the_limit_is_waited_for() {
+        let short = Ranks { count: 2, world: 2, timeout: Duration::from_millis(20) };
+        let run = run_ranks(short, |link| {
+            if link.rank == 1 {
+                thread::sleep(Duration::from_millis(120));
+            }
+            link.all_gather("late", vec![link.rank], &[0, 1])
+        });
+        assert_eq!(run.unwrap().results, [[0, 1], [0, 1]]);
     }
 
     #[test]

@@ -12,11 +12,11 @@ use crate::profile::profile;
 use crate::rules::validate;
 use crate::session::CpuSession;
 
-/// Longest wait of a rank for its peers, unless set.
+/// Longest time in which all ranks wait for each other, unless set.
 pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Most cache bytes that a session allocates over all ranks: 16 GiB.
-pub const MAX_CACHE_BYTES: usize = 16 << 30;
+/// Most cache bytes that a session allocates over all ranks: 4 GiB.
+pub const MAX_CACHE_BYTES: usize = 4 << 30;
 
 /// Most ranks of a session: each is a thread.
 pub const MAX_RANKS: usize = 256;
@@ -41,7 +41,7 @@ impl CpuEngine {
         faulty
     }
 
-    /// Sets the longest wait of a rank for its peers.
+    /// Sets the longest time in which all ranks wait for each other; a rank that computes is waited for.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;

@@ -3,7 +3,7 @@
 //! [`engine`] runs the published algorithms of decode context parallelism on threads as ranks, with real exchanges
 //! between them, paged per-rank caches of real codes, and the roundings of GPU kernels where those have them. It is
 //! assembled from a table of [`policies::Policies`]; a [`Fault`] is that table with one entry replaced. It never
-//! calls the reference: an engine that did would prove nothing.
+//! calls the reference: an engine that did would prove nothing. [`hostile`] holds engines that misbehave, for tests.
 
 mod attend;
 mod batch;
@@ -15,6 +15,7 @@ mod derive;
 mod engine;
 mod faults;
 mod grid;
+pub mod hostile;
 mod kernel;
 mod lanes;
 mod merge;

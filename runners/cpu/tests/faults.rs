@@ -23,6 +23,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("layout", "blocks") => all(&["layout"], &["blocks_needed"]),
         ("layout", "units") => all(&["layout"], &["units"]),
         ("layout", "sub-pages") => all(&["layout"], &["sub_page_table"]),
+        ("write", "overflow") => all(&["write"], &["key_cache", "value_cache"]),
         ("write", "single-writer") => all(&["write"], &["slots"]),
         ("write", _) => all(&["write"], &["key_cache", "value_cache"]),
         ("decode" | "verify" | "draft", "row-lengths") => all(&[family], &["row_lens"]),

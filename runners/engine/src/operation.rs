@@ -214,9 +214,19 @@ const LAYOUT: &[TensorSpec] = &[
     spec("local_lens", Output, "i32 [ranks, n]", "tokens of each request that the rank holds"),
     spec("row_lens", Output, "i32 [ranks, T]", "tokens that a causal row sees on the rank; 0 for padding"),
     spec("draft_lens", Output, "i32 [ranks, T]", "tokens that a bidirectional row sees on the rank"),
-    spec("slots", Output, "i64 [ranks, Σ seq_lens]", "slot of each position of each request, −1 where not owned"),
+    spec(
+        "slots",
+        Output,
+        "i64 [ranks, Σ seq_lens]",
+        "slot of each position of each request, −1 where not owned",
+    ),
     spec("blocks_needed", Output, "i32 [ranks, n]", "block-table entries that each request needs"),
-    spec("units", Output, "i32 [ranks, 3]", "tokens of a virtual block, of a prefix-hash unit, of a sub-page"),
+    spec(
+        "units",
+        Output,
+        "i32 [ranks, 3]",
+        "tokens of a virtual block, of a prefix-hash unit, of a sub-page",
+    ),
     spec("sub_page_table", Output, "i32 [ranks, n, pages]", "block table expanded to sub-pages"),
 ];
 const WRITE_KV: &[TensorSpec] = &[
@@ -236,7 +246,12 @@ const LOAD_CACHE: &[TensorSpec] = &[
     spec("value_cache", Given, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
 ];
 const ATTEND: &[TensorSpec] = &[
-    spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head; a rank projects its own heads unless QREP is on"),
+    spec(
+        "query",
+        Given,
+        "bf16 [T, Hall, Dk]",
+        "query of every head; a rank projects its own heads unless QREP is on",
+    ),
     SEQ_LENS,
     QUERY_START,
     BLOCK_TABLE,
@@ -257,14 +272,29 @@ const CONTEXT: &[TensorSpec] = &[
     BLOCK_TABLE,
     OUT,
     LSE,
-    spec("context_out", Observable, "f32 [ranks, T, H, Dv]", "state of the context alone, after the chunk merges"),
+    spec(
+        "context_out",
+        Observable,
+        "f32 [ranks, T, H, Dv]",
+        "state of the context alone, after the chunk merges",
+    ),
     spec("context_lse", Observable, "f32 [ranks, T, H]", "its LSE, −inf without context"),
-    spec("gathered_key", Observable, "f32 [ranks, Σ context_lens, K, Dk]", "context keys by chunk and request, in the order used"),
+    spec(
+        "gathered_key",
+        Observable,
+        "f32 [ranks, Σ context_lens, K, Dk]",
+        "context keys by chunk and request, in the order used",
+    ),
     spec("chunk_lens", Observable, "i32 [ranks, chunks, n]", "context tokens of each request in each chunk"),
 ];
 const MERGE_PARTIALS: &[TensorSpec] = &[
     spec("partial_out", Given, "f32 or bf16 [dcp, T, Hg, D]", "partial outputs; may be a strided view"),
-    spec("partial_lse", Given, "f32 [dcp, T, Hg]", "natural LSEs, −inf for an empty partial; may be a strided view"),
+    spec(
+        "partial_lse",
+        Given,
+        "f32 [dcp, T, Hg]",
+        "natural LSEs, −inf for an empty partial; may be a strided view",
+    ),
     spec("out", Output, "bf16 or f32 [dcp, T, H, D]", "merged output of each rank's own heads"),
     spec("lse", Output, "f32 [dcp, T, H]", "merged natural LSE"),
 ];

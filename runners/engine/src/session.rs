@@ -2,7 +2,9 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Configuration, EffectivePath, Operation, Profile, RuleSetName, Settings, TensorError, Tensors, Validation};
+use crate::{
+    Configuration, EffectivePath, Operation, Profile, RuleSetName, Settings, TensorError, Tensors, Validation,
+};
 
 /// An engine under test.
 pub trait Engine: Send + Sync {

@@ -10,7 +10,9 @@ use shardcheck_formats::{Dtype, Overflow, decode, encode};
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TensorError {
     /// The buffer does not hold what shape and strides reach.
-    #[error("tensor of shape {shape:?} and dtype {dtype} needs {needed} bytes but has {found}: send the whole buffer")]
+    #[error(
+        "tensor of shape {shape:?} and dtype {dtype} needs {needed} bytes but has {found}: send the whole buffer"
+    )]
     Truncated {
         /// Shape that was declared.
         shape: Vec<usize>,
@@ -97,9 +99,7 @@ impl Tensor {
             return Err(TensorError::Strides { shape, strides });
         }
         match reach_bytes(dtype, &shape, Some(&strides)) {
-            Some(needed) if needed <= bytes.len() => {
-                Ok(Self { dtype, shape, strides: Some(strides), bytes })
-            }
+            Some(needed) if needed <= bytes.len() => Ok(Self { dtype, shape, strides: Some(strides), bytes }),
             needed => Err(TensorError::Truncated {
                 shape,
                 dtype,
@@ -232,7 +232,9 @@ impl Tensor {
     /// Values of all elements, row-major; exact for every float type but F64.
     pub fn to_f32(&self) -> Vec<f32> {
         match (self.dtype, &self.strides) {
-            (Dtype::F32, None) => self.bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect(),
+            (Dtype::F32, None) => {
+                self.bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+            }
             (Dtype::Bf16, None) => self
                 .bytes
                 .as_chunks::<2>()

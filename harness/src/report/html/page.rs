@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::Serialize;
+use shardcheck_cases::Family;
 
 use super::case_anchor;
 use super::histogram::Histogram;
@@ -11,6 +12,7 @@ use crate::finding::Finding;
 use crate::record::{MutantRecord, RunRecord};
 use crate::report::Glossary;
 use crate::report::block::{Block, short};
+use crate::select::Selection;
 use crate::status::{Exit, Status};
 use crate::summary::{Summary, family_of, ratio, undecided_reason};
 
@@ -115,7 +117,8 @@ impl Page {
         let failed = record.cases.iter().filter(|result| result.status.is_failure());
         let mut slowest: Vec<&CaseResult> = record.cases.iter().collect();
         slowest.sort_by(|a, b| b.elapsed_s.total_cmp(&a.elapsed_s));
-        let families: Vec<String> = summary.families.keys().cloned().collect();
+        let mut families: Vec<String> = summary.families.keys().cloned().collect();
+        families.sort_by_key(|name| bring_up_place(name));
         Self {
             run_id: record.header.run_id.clone(),
             verdict: verdict(record),
@@ -143,6 +146,11 @@ impl Page {
             slowest: slowest.into_iter().take(SLOWEST).map(case_row).collect(),
         }
     }
+}
+
+/// Place of a family in the order in which an engine is brought up; unknown ones last.
+fn bring_up_place(family: &str) -> usize {
+    Family::ALL.into_iter().position(|known| known.name() == family).unwrap_or(Family::ALL.len())
 }
 
 fn verdict(record: &RunRecord) -> Verdict {
@@ -177,7 +185,7 @@ fn environment(header: &RunHeader, record: &RunRecord) -> Vec<(String, String)> 
         ("fault", header.fault.clone().unwrap_or_else(|| "none".to_owned())),
         ("shardcheck", header.tool_version.clone()),
         ("machine", header.machine.clone()),
-        ("selection", header.selection.to_string()),
+        ("selection", Selection::in_words(&header.selection)),
         ("selected", format!("{} cases", header.selected)),
         ("format", format!("schema version {}", header.schema_version)),
     ];
@@ -224,9 +232,10 @@ fn grid(record: &RunRecord, families: &[String], glossary: &Glossary) -> Vec<Gri
 }
 
 fn histograms(record: &RunRecord) -> Vec<FamilyHistogram> {
-    let mut by_family: BTreeMap<&str, (Vec<f64>, usize)> = BTreeMap::new();
+    let mut by_family: BTreeMap<(usize, &str), (Vec<f64>, usize)> = BTreeMap::new();
     for result in &record.cases {
-        let entry = by_family.entry(family_of(&result.id)).or_default();
+        let family = family_of(&result.id);
+        let entry = by_family.entry((bring_up_place(family), family)).or_default();
         for check in &result.checks {
             match ratio(check) {
                 Some(ratio) => entry.0.push(ratio),
@@ -236,7 +245,7 @@ fn histograms(record: &RunRecord) -> Vec<FamilyHistogram> {
     }
     by_family
         .into_iter()
-        .filter_map(|(family, (ratios, unmeasured))| {
+        .filter_map(|((_, family), (ratios, unmeasured))| {
             let histogram = Histogram::of(&ratios)?;
             Some(FamilyHistogram { family: family.to_owned(), histogram, unmeasured })
         })

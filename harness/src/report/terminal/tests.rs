@@ -31,15 +31,15 @@ fn the_summary_tells_verdicts_ratios_reasons_and_folder() {
         "7 cases of suite gate on engine cpu, seed 7",
         "exit code 1: something failed",
         "1 pass, 1 unsupported, 1 skipped, 1 inconclusive, 2 fail, 1 crash",
-        "decode               0.750  decode/deepseek-r1@w8",
-        "verify                25.0  verify/tiny-mla@w4.kv=e4m3fn",
+        "decode               0.750  decode/deepseek-r1/tp8.dcp8.h16.s64.b64.n12.bf16.a2a.lo_hi/4095+1.shuf/gaussian/7",
+        "verify                25.0  verify/tiny-mla/tp8.dcp4.h2.s4.b16.n8.e4m3fn.a2a.hi_lo.qrep/100+4_0+0_29+3.pad1.shuf/cold/7",
         "unsupported  1 × no draft route",
         "inconclusive  1 × both took the same path",
         "9392 compared, 10 of them for equality",
         "12.5 s",
         "run folder  runs/20260810T123456Z-1a2b3c4d",
         "fault       survived swap-lanes (3 cases tried)",
-        "failed      verify/tiny-mla@w4.kv=e4m3fn",
+        "failed      verify/tiny-mla/tp8.dcp4.h2.s4.b16.n8.e4m3fn.a2a.hi_lo.qrep/100+4_0+0_29+3.pad1.shuf/cold/7",
     ] {
         assert!(text.contains(expected), "{expected:?} is missing in\n{text}");
     }
@@ -49,9 +49,12 @@ fn the_summary_tells_verdicts_ratios_reasons_and_folder() {
 fn at_the_default_level_only_failures_get_lines() {
     let text = at_level(StatusLevel::Fail);
     let (live, _) = text.split_once("exit code").unwrap();
-    assert!(live.contains("fail verify/tiny-mla@w4.kv=e4m3fn\n"), "{live}");
-    assert!(live.contains("crash write/tiny-mla@w2\n"), "{live}");
-    assert!(live.contains("reproduce  shardcheck replay 'verify/tiny-mla@w4.kv=e4m3fn'\n"), "{live}");
+    assert!(live.contains("fail verify/tiny-mla/tp8.dcp4.h2.s4.b16.n8.e4m3fn.a2a.hi_lo.qrep/100+4_0+0_29+3.pad1.shuf/cold/7\n"), "{live}");
+    assert!(
+        live.contains("crash write/tiny-mla/tp2.dcp2.h2.s4.b8.n6.bf16.ag_rs/0+12.seq/gaussian/7\n"),
+        "{live}"
+    );
+    assert!(live.contains("reproduce  shardcheck replay 'verify/tiny-mla/tp8.dcp4.h2.s4.b16.n8.e4m3fn.a2a.hi_lo.qrep/100+4_0+0_29+3.pad1.shuf/cold/7'\n"), "{live}");
     for quiet in ["pass ", "skipped ", "unsupported ", "inconclusive ", "killed "] {
         assert!(!live.contains(quiet), "{quiet:?} should not be in\n{live}");
     }
@@ -60,11 +63,15 @@ fn at_the_default_level_only_failures_get_lines() {
 #[test]
 fn each_level_adds_its_verdicts() {
     let live = |level| at_level(level).split_once("exit code").unwrap().0.to_owned();
-    assert!(live(StatusLevel::Warn).contains("inconclusive merge_states/w2: both took the same path\n"));
+    assert!(live(StatusLevel::Warn).contains(
+        "inconclusive merge_states/w2.t4.h2.d16.bf16.ag_rs/random/contiguous/7: both took the same path\n"
+    ));
     assert!(!live(StatusLevel::Warn).contains("skipped context"));
-    assert!(live(StatusLevel::Skip).contains("skipped context/tiny-mla@w2: belongs to another partition\n"));
+    assert!(live(StatusLevel::Skip).contains("skipped context/tiny-mla/tp2.dcp2.h2.s4.b8.n6.bf16.ag_rs.lat/12+4.seq.c16/gaussian/7: belongs to another partition\n"));
     assert!(!live(StatusLevel::Skip).contains("pass decode"));
-    assert!(live(StatusLevel::Pass).contains("pass decode/deepseek-r1@w8\n"));
+    assert!(live(StatusLevel::Pass).contains(
+        "pass decode/deepseek-r1/tp8.dcp8.h16.s64.b64.n12.bf16.a2a.lo_hi/4095+1.shuf/gaussian/7\n"
+    ));
     assert!(!live(StatusLevel::Pass).contains("0.750 of the bound"));
     assert!(live(StatusLevel::All).contains("pass  attention.bound, 0.750 of the bound\n"));
 }
@@ -79,7 +86,7 @@ fn a_flood_of_one_cause_gets_three_blocks_and_then_a_line_each() {
     events.push(Event::CaseJudged(sample::failed("verify/other", other)));
     let text = rendered(TerminalOptions::default(), &events);
     assert_eq!(text.matches("reproduce").count(), 4, "{text}");
-    assert_eq!(text.matches("same property and stage as above: attention.bound, merge").count(), 5);
+    assert_eq!(text.matches("(as above: attention.bound, merge)").count(), 5);
     for index in 0..8 {
         assert!(text.contains(&format!("fail verify/{index}")), "{index}");
     }

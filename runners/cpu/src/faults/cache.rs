@@ -144,7 +144,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "values beyond the cache format become NaN instead of its largest number",
         class: FaultClass::DtypeScale,
         bugs: &["vllm#49435"],
-        killed_by: &["write.round-trip"],
+        killed_by: &["write.overflow"],
         apply: |p| {
             p.cache.encode = |values, format, codes| {
                 encode_with(values, format.dtype, 1.0 / format.scale, Overflow::NonFinite, codes);

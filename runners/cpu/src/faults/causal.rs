@@ -113,8 +113,8 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
     Fault {
-        name: "draft-length-global",
-        title: "draft rows take W times their local length, up to the tokens of rank 0: global lengths over a local cache",
+        name: "draft-length-of-rank-zero",
+        title: "draft rows take the local length of rank 0 on every rank",
         class: FaultClass::SpecDecode,
         bugs: &["sglang#33926", "ATOM#1746"],
         killed_by: &["draft.row-lengths", "layout.draft-lengths"],

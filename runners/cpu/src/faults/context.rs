@@ -36,8 +36,8 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
     Fault {
-        name: "context-padded-to-the-block",
-        title: "a rank's rows are padded as if a block held the tokens of one rank: it reads too few",
+        name: "context-rounded-down",
+        title: "a context is cut to whole virtual blocks instead of padded to them",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#5767", "vllm#41549"],
         killed_by: &["context.chunks", "context.gather", "context.output"],

@@ -60,14 +60,14 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.query.first_own_head = |_, member, own| member * own,
     },
     Fault {
-        name: "replicated-heads-of-the-next-rank",
-        title: "the row view of a replicated query projection starts one rank's heads late",
+        name: "replicated-heads-of-the-previous-rank",
+        title: "the row view of a replicated query projection starts one rank's heads early",
         class: FaultClass::HeadLayout,
         bugs: &["vllm-ascend#4687"],
         killed_by: &["decode.query", "verify.query", "decode.output", "equal.query-replication"],
         apply: |p| {
             p.query.first_group_head = |group, world, own| {
-                // the first group's view is moved inside the tensor, later ones begin with their predecessor's last rank
+                // nothing lies before the first group
                 if group == 0 { 0 } else { (group * world - 1) * own }
             }
         },

@@ -15,7 +15,10 @@ pub(super) const FAULTS: &[Fault] = &[
         killed_by: &["sequence.second-step"],
         apply: |p| {
             p.session.recall = |earlier, batch| {
-                recalled(earlier, batch, |first, batch| Batch { seq_lens: first.seq_lens.clone(), ..batch })
+                recalled(earlier, batch, |first, batch| Batch {
+                    seq_lens: first.seq_lens[..batch.seq_lens.len()].to_vec(),
+                    ..batch
+                })
             }
         },
     },
@@ -40,11 +43,9 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| {
             p.session.recall = |earlier, batch| {
                 recalled(earlier, batch, |first, batch| {
-                    if first.rows == batch.rows {
-                        Batch { starts: first.starts.clone(), ..batch }
-                    } else {
-                        batch
-                    }
+                    let edges = &first.starts[..=batch.seq_lens.len()];
+                    let starts = edges.iter().map(|edge| (*edge).min(batch.rows as i32)).collect();
+                    Batch { starts, ..batch }
                 })
             }
         },
@@ -131,10 +132,10 @@ pub(super) const FAULTS: &[Fault] = &[
     },
 ];
 
-/// The batch with something of the session's first one, where both have as many requests.
+/// The batch with something of the session's first one, where that has as many requests or more.
 fn recalled(earlier: &mut Option<Batch>, batch: Batch, mix: fn(&Batch, Batch) -> Batch) -> Batch {
     let first = earlier.get_or_insert_with(|| batch.clone());
-    if first.seq_lens.len() == batch.seq_lens.len() { mix(first, batch) } else { batch }
+    if first.seq_lens.len() >= batch.seq_lens.len() { mix(first, batch) } else { batch }
 }
 
 fn count_up(inputs: &mut Tensors) {

@@ -1,6 +1,8 @@
 //! Rules of this engine: any world size, S divides B, no prefill context parallelism.
 
-use super::{DCP_DIVIDES_TP, INTERLEAVE_FITS_BLOCK, KNOWN_BACKEND, Outcome, Rule, reject_if};
+use super::{
+    A2A_SPLITS_HEADS, DCP_DIVIDES_TP, INTERLEAVE_FITS_BLOCK, KNOWN_BACKEND, Outcome, Rule, reject_if,
+};
 use crate::engine::MAX_RANKS;
 
 /// Rules in order.
@@ -8,6 +10,7 @@ pub const RULES: &[Rule] = &[
     DCP_DIVIDES_TP,
     INTERLEAVE_FITS_BLOCK,
     KNOWN_BACKEND,
+    A2A_SPLITS_HEADS,
     Rule {
         id: "ranks-are-threads",
         judge: |f| {

@@ -1,5 +1,7 @@
 //! A battery of small steps, and a digest of everything that an engine was seen to do in them.
 
+#![allow(dead_code)]
+
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};

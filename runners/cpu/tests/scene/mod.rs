@@ -36,6 +36,8 @@ pub struct Scene {
     pub sharpness: f32,
     /// Added to all scores through a constant column.
     pub shift: f32,
+    /// Whether new tokens are attended as given, not as the cache holds them (context steps).
+    pub new_tokens_given: bool,
     pub seed: u64,
 }
 
@@ -67,6 +69,7 @@ impl Scene {
             projects: false,
             sharpness: 4.0,
             shift: 0.0,
+            new_tokens_given: false,
             seed: 1,
         }
     }
@@ -288,6 +291,8 @@ impl Scene {
         let mut dense = Vec::new();
         let mut first = 0;
         for (cached, rows) in &self.requests {
+            let given = |token: usize| self.new_tokens_given && token >= *cached;
+            let held = |token: usize, v: f32| if given(token) { f64::from(v) } else { self.cached(v) };
             for row in 0..*rows {
                 let visible = if self.mask == Mask::Causal { cached + row + 1 } else { cached + rows };
                 for head in 0..heads {
@@ -298,7 +303,7 @@ impl Scene {
                     let scores: Vec<f64> = (0..visible)
                         .map(|token| {
                             let products =
-                                q.iter().zip(key(token)).map(|(q, k)| f64::from(*q) * self.cached(*k));
+                                q.iter().zip(key(token)).map(|(q, k)| f64::from(*q) * held(token, *k));
                             products.sum::<f64>() * f64::from(configuration.softmax_scale)
                         })
                         .collect();
@@ -312,7 +317,7 @@ impl Scene {
                             &values[((first + token) * kv_heads + kv_head) * value_dim..][..value_dim]
                         };
                         let p = (score - max).exp() / sum;
-                        out.iter_mut().zip(value).for_each(|(o, v)| *o += p * self.cached(*v));
+                        out.iter_mut().zip(value).for_each(|(o, v)| *o += p * held(token, *v));
                     }
                     if self.projects {
                         let to = attention.v_head_dim();
