@@ -18,12 +18,12 @@
 //! | `merge` (E5) | arithmetic of the merge |
 //! | `rest` | second-order and absolute terms, listed at [`Terms::rest`] |
 
-mod accumulation;
+pub(crate) mod accumulation;
 mod certified;
 mod chain;
 mod lse;
 mod merged;
-mod output;
+pub(crate) mod output;
 mod projection;
 mod weights;
 

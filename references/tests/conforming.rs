@@ -10,7 +10,11 @@ use shardcheck_references::bound::{
     Certified, MergeInputs, ProjectionOrder, UpProjection, certify, certify_chain, certify_merge,
     certify_projected, interval, ratio,
 };
+use shardcheck_references::exp::Fixed;
 use shardcheck_references::layout::Layout;
+use shardcheck_references::moments::Moments;
+use shardcheck_references::probable::{USUAL_CHANCE, probable};
+use shardcheck_references::split::Split;
 use shardcheck_references::visibility::Visible;
 use simulated::{Habits, Returned, attend, attend_chain, merge, project, round_to};
 
@@ -241,6 +245,35 @@ fn a_truncating_accumulator_keeps_the_practical_lse_bound_or_its_gate_is_shut() 
         used.add(&returned, &certified, &contract);
         assert!(used.outside == 0 && used.lse <= 1.0 && used.practical <= 1.0, "{inputs:?}: {used:?}");
     }
+}
+
+#[test]
+fn the_probable_bound_is_not_broken_where_its_gates_hold_and_its_deviation_is_about_right() {
+    let mut random = Counter::new(26, 0);
+    let (mut squares, mut elements) = (0.0, 0);
+    for run in 0..24 {
+        let made = tensors(Inputs::Gauss, 5000 + run, 1, 8, 1024, (64, 64));
+        let values = Values::Separate(&made.value);
+        let problem = Problem::new(8, 1, 64, 64, 0.125, &made.query, &made.key, values);
+        let layout = Layout::new([1, 4, 8][run as usize % 3], 1, 1).unwrap();
+        let visible = [Visible::Prefix(1024)];
+        let contract =
+            Contract { u_acc: 2f64.powi(-24), ..Contract::bf16_default(Merge::ALL[run as usize / 3 % 3]) };
+        let moments = Moments::collect_with::<Fixed, f32>(&problem, Split::Ranks(&layout), &visible).unwrap();
+        let probable = probable(&moments, &contract, USUAL_CHANCE).unwrap();
+        assert!(probable.gates_hold.iter().all(|holds| *holds));
+        let habits = Habits { tile: 64, truncate: false, forgets: None };
+        let returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
+        for (index, seen) in returned.out.iter().enumerate() {
+            let out = moments.states[index / 64].out[index % 64];
+            let (lo, hi) = interval(out, probable.pre[index], contract.output);
+            assert!(lo <= *seen && *seen <= hi, "{seen} not in {lo}..{hi}");
+            squares += ((seen - out) / probable.sigma[index]).powi(2);
+            elements += 1;
+        }
+    }
+    let mean = squares / f64::from(elements);
+    assert!((0.4..1.5).contains(&mean), "mean squared deviation {mean}");
 }
 
 #[test]

@@ -7,20 +7,20 @@ use shardcheck_formats::dtype::Dtype;
 
 /// [`codec::half_ulp`] of one format, prepared: the bound asks for it several times an element.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct HalfUlp {
+pub(crate) struct HalfUlp {
     unit_roundoff: f64,
     /// Half the spacing of subnormals.
     least: f64,
 }
 
 impl HalfUlp {
-    pub(super) fn of(dtype: Dtype) -> Self {
+    pub(crate) fn of(dtype: Dtype) -> Self {
         Self { unit_roundoff: dtype.unit_roundoff(), least: codec::half_ulp(dtype, f64::MIN_POSITIVE) }
     }
 
     /// Half the distance from `|x|` to the next larger value of the format; 0 at 0, infinite where `x` is not finite.
     #[inline]
-    pub(super) fn at(&self, x: f64) -> f64 {
+    pub(crate) fn at(&self, x: f64) -> f64 {
         if x == 0.0 {
             return 0.0;
         }

@@ -193,7 +193,7 @@ fn row_errors(moments: &Moments, contract: &Contract, state: &State, merges: usi
 }
 
 /// `p_floor`, and in f16 at least half the spacing of its subnormals, which a contract may leave unsaid.
-pub(super) fn probability_floor(contract: &Contract) -> f64 {
+pub(crate) fn probability_floor(contract: &Contract) -> f64 {
     match contract.p_dtype {
         Some(Dtype::F16) => contract.p_floor.max(half_ulp(Dtype::F16, f64::MIN_POSITIVE)),
         _ => contract.p_floor,

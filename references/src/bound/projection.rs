@@ -160,17 +160,23 @@ pub fn certify_projected<T: Element>(
 struct Projected {
     out: Vec<f64>,
     terms: Terms,
-    /// `[parts]`: `(y_r, bound with its rounding)`, `[v_dim]` each; none where the merge comes first.
-    partials: Vec<(Vec<f64>, Vec<f64>)>,
+    /// `[parts]`; none where the merge comes first.
+    partials: Vec<ProjectedPart>,
+}
+
+/// A rank's projected output `y_r` and its bound, rounding included, `[v_dim]` each.
+struct ProjectedPart {
+    out: Vec<f64>,
+    pre: Vec<f64>,
 }
 
 impl Certified {
     fn push_projected(&mut self, state: &Projected) {
         self.out.extend(&state.out);
         self.pre.extend(state.terms.total());
-        for (partial, (out, pre)) in self.partials.iter_mut().zip(&state.partials) {
-            partial.out.extend(out);
-            partial.pre.extend(pre);
+        for (partial, projected) in self.partials.iter_mut().zip(&state.partials) {
+            partial.out.extend(&projected.out);
+            partial.pre.extend(&projected.pre);
         }
         if let Some(terms) = &mut self.terms {
             terms.push(state.terms.clone());
@@ -279,7 +285,7 @@ impl One<'_> {
         }
     }
 
-    fn before(&self) -> (Terms, Vec<(Vec<f64>, Vec<f64>)>) {
+    fn before(&self) -> (Terms, Vec<ProjectedPart>) {
         let (own, values, error) = (&self.latent_bound.terms, &self.values_bound.terms, self.product_error());
         let summed = super::summation(self.contract, self.latent.tokens);
         let merged = self.latent.parts.len() > 1;
@@ -311,7 +317,7 @@ impl One<'_> {
             }
             let rounded = |share: &Contribution| share.pre + half_ulp.at(share.out.abs() + share.pre);
             let pre = shares.iter().map(|shares| rounded(&shares[rank])).collect();
-            partials.push((self.values.parts[rank].out.clone(), pre));
+            partials.push(ProjectedPart { out: self.values.parts[rank].out.clone(), pre });
         }
         if merged {
             let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();
