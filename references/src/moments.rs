@@ -94,8 +94,8 @@ pub struct Part {
     pub statistics: Option<Statistics>,
 }
 
-/// Second moments of a part's rounding errors, if these are independent. The token with the largest `p` is left out of
-/// the sums.
+/// Second moments of a part's rounding errors, if these are independent. The token with the largest `p` is left
+/// out of the sums.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Statistics {
     /// `[v_dim]`: `Σ p²·v²`.
@@ -147,7 +147,8 @@ pub struct State {
     pub sink: Option<(f64, f64)>,
     /// `[v_dim]`: the attention output.
     pub out: Vec<f64>,
-    /// Sums about the output: a second pass over the values, which only a normaliser of rounded probabilities needs.
+    /// Sums about the output: a second pass over the values, which only a normaliser of rounded probabilities
+    /// needs.
     pub centred: Option<Centred>,
     /// `[parts]`.
     pub parts: Vec<Part>,
@@ -208,8 +209,8 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Takes the moments of every state, by the fast kernels on all cores; agrees with [`Self::collect_with`] to 1e-12,
-    /// except that more tokens may count as rivals.
+    /// Takes the moments of every state, by the fast kernels on all cores; agrees with [`Self::collect_with`] to
+    /// 1e-12, except that more tokens may count as rivals.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].
@@ -226,8 +227,8 @@ impl Moments {
         Ok(Self::of_states(problem, split.parts(), states))
     }
 
-    /// The definition of the moments, both passes, with elementary functions of choice; every sum runs in the order of
-    /// positions.
+    /// The definition of the moments, both passes, with elementary functions of choice; every sum runs in the
+    /// order of positions.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].

@@ -1,10 +1,11 @@
-//! The probable bound: how far outputs of a conforming engine are likely to be off, and the standard deviation that goes
-//! with it. For reports; a verdict needs the certified bound.
+//! The probable bound: how far outputs of a conforming engine are likely to be off, and the standard deviation
+//! that goes with it. For reports; a verdict needs the certified bound.
 //!
-//! Rounding errors of probabilities and of partial outputs are taken for independent with mean zero, which gives √n in
-//! place of n (Hoeffding; Higham & Mary 2019, Ipsen & Zhou 2019). Where they are not — equal scores round alike, and
-//! scores so close together that all probabilities fall into a few cells of their format round with a bias — gates fall
-//! back on the certified bound. A known hole: a narrow cluster of scores beside one dominant token passes the gates.
+//! Rounding errors of probabilities and of partial outputs are taken for independent with mean zero, which gives
+//! √n in place of n (Hoeffding; Higham & Mary 2019, Ipsen & Zhou 2019). Where they are not — equal scores round
+//! alike, and scores so close together that all probabilities fall into a few cells of their format round with a
+//! bias — gates fall back on the certified bound. A known hole: a narrow cluster of scores beside one dominant
+//! token passes the gates.
 
 use crate::bound::accumulation::HalfUlp;
 use crate::bound::output::probability_floor;
@@ -27,15 +28,16 @@ pub struct Probable {
     pub pre: Vec<f64>,
     /// `[rows, heads, v_dim]`: estimated standard deviation of the output, its final rounding included.
     pub sigma: Vec<f64>,
-    /// `[rows, heads]`: whether the gates hold. Where they don't, `pre` is the certified bound, and `sigma` is not to be
-    /// used.
+    /// `[rows, heads]`: whether the gates hold. Where they don't, `pre` is the certified bound, and `sigma` is
+    /// not to be used.
     pub gates_hold: Vec<bool>,
 }
 
 /// The probable bound, broken in a problem with probability `chance` at most if its assumption holds.
 ///
 /// ```text
-/// min(certified, λ·√(Q2 + Σ(g·hulp(|o_r| + 2c_r))² + ag + h(u_acc·A1)²) + E1 + (|o| + pre)·expm1(2η) + (W + 4)u·Σg|o_r|)
+/// min(certified, λ·√(Q2 + Σ(g·hulp(|o_r| + 2c_r))² + ag + h(u_acc·A1)²)
+///                + E1 + (|o| + pre)·expm1(2η) + (W + 4)u·Σg|o_r|)
 /// λ = √(2 ln(2N/chance)),  Q2 = Σ pe²·v²,  c_r = √(Σ_r pe²·v²),  ag: roundings of a bf16 merge, squared
 /// ```
 ///

@@ -11,25 +11,26 @@ use shardcheck_formats::dtype::Dtype;
 /// The terms of an output's bound, `[v_dim]` each; their sum is the bound before the final rounding.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Terms {
-    /// E1: relative errors `w_i` of the softmax weights, from scores, exp, rescaling and merge weights. They hit the
-    /// numerator and the normaliser alike, so only `|v_i − o|` counts: `Σ p·w·|v − o| / (1 − SW)`, here by
+    /// E1: relative errors `w_i` of the softmax weights, from scores, exp, rescaling and merge weights. They hit
+    /// the numerator and the normaliser alike, so only `|v_i − o|` counts: `Σ p·w·|v − o| / (1 − SW)`, here by
     /// Cauchy–Schwarz `√(Σp·w² · Σp(v − o)²) / (1 − SW)` with `SW = Σ p·w`.
     pub score: Vec<f64>,
     /// E2: rounding of the probabilities, `Σ_r Σ pe·|v| · (1 + 2SW)/(1 − SW)`, where `pe_i = max(u_p·p_i,
-    /// p_floor·max p)` and 0 for a part's largest, which is exactly `e^0` under a true running maximum without a sink. Where the
-    /// normaliser sums rounded probabilities: at least `Σ pe·|v − o| / (1 − Σpe)`, either being allowed.
+    /// p_floor·max p)` and 0 for a part's largest, which is exactly `e^0` under a true running maximum without a
+    /// sink. Where the normaliser sums rounded probabilities: at least `Σ pe·|v − o| / (1 − Σpe)`, either being
+    /// allowed.
     pub probability: Vec<f64>,
     /// E3: `(γ(h, u_acc) + γ(h, u) + 3u)(Σp|v| + E1 + E2)`.
     pub sum: Vec<f64>,
     /// E4: rounding of partial outputs, `Σ g·hulp(|o_r| + preR)`; 0 without a merge.
     pub partial: Vec<f64>,
     /// E5: merge arithmetic, `(W + 4)u·Σg(|o_r| + preR)`, bf16 sums where the contract says so, and
-    /// `(|o| + E1 + E2 + E3)·expm1(2η)` since published merges multiply by `e^(lse_r − lse)` without normalising the
-    /// weights again; 0 without a merge.
+    /// `(|o| + E1 + E2 + E3)·expm1(2η)` since published merges multiply by `e^(lse_r − lse)` without normalising
+    /// the weights again; 0 without a merge.
     pub merge: Vec<f64>,
-    /// What the five leave out: the largest token of a part when another one, with a larger score error, becomes the
-    /// computed maximum; the weights' common error on the partials' rounding; underflow (2^−126 per token and for the
-    /// result); the oracle's own float64 rounding (1e−13·Σp|v|).
+    /// What the five leave out: the largest token of a part when another one, with a larger score error, becomes
+    /// the computed maximum; the weights' common error on the partials' rounding; underflow (2^−126 per token and
+    /// for the result); the oracle's own float64 rounding (1e−13·Σp|v|).
     pub rest: Vec<f64>,
 }
 
@@ -186,8 +187,8 @@ fn row_errors(moments: &Moments, contract: &Contract, state: &State, merges: usi
         mean_square: mean_of(&|part| merged.mean_square(part, state.max_abs_score)) + sink_share(&merged, 2),
         own_mean: mean_of(&|part| own.mean(part, state.max_abs_score)) + sink_share(&own, 1),
         growth: (1.0 + 2.0 * mean) / (1.0 - mean),
-        // beyond the gap a token that is no rival may still become the computed maximum; and an engine may start its
-        // running maximum at the sink
+        // beyond the gap a token that is no rival may still become the computed maximum; and an engine may start
+        // its running maximum at the sink
         exact_max: contract.exact_max && state.sink.is_none() && 2.0 * largest <= RIVAL_GAP,
     }
 }

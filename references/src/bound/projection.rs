@@ -1,8 +1,8 @@
 //! The bound of attention followed by an up-projection per head, `y = o·W_UV`, after the merge or before it.
 //!
-//! Errors that are common to all numbers of a token's value — its softmax weight, the rounding of its probability —
-//! pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the values
-//! `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
+//! Errors that are common to all numbers of a token's value — its softmax weight, the rounding of its probability
+//! — pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the
+//! values `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
 
 use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_rounding};
 use super::output::{StateBound, Terms, bound_state};
@@ -75,13 +75,13 @@ pub struct UpProjection<'a> {
 pub struct CertifiedProjection {
     /// The latent results: merged output, partials and LSEs.
     pub latent: Certified,
-    /// The projected output. Its partials are the projected ones if the projection comes before the merge; otherwise
-    /// there are none.
+    /// The projected output. Its partials are the projected ones if the projection comes before the merge;
+    /// otherwise there are none.
     pub projected: Certified,
 }
 
-/// The bound of `y = o·W_UV`. Exact weights, accumulation at the contract's `u_acc` in any order, one rounding of `y`
-/// at the end (for [`super::interval`]) and, before a merge, of each rank's `y_r` to the partial format.
+/// The bound of `y = o·W_UV`. Exact weights, accumulation at the contract's `u_acc` in any order, one rounding of
+/// `y` at the end (for [`super::interval`]) and, before a merge, of each rank's `y_r` to the partial format.
 ///
 /// Beside E1 and E2 of the projected values, with `L(x) = Σ_c x_c·|W_c|`:
 ///

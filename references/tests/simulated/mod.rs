@@ -1,5 +1,5 @@
-//! A float32 engine that keeps a rounding contract: tiles in random order, online softmax, bf16 probabilities, bf16
-//! partials, and each published merge. It exists to try to break the bound.
+//! A float32 engine that keeps a rounding contract: tiles in random order, online softmax, bf16 probabilities,
+//! bf16 partials, and each published merge. It exists to try to break the bound.
 
 use shardcheck_formats::contract::{Contract, Merge};
 use shardcheck_formats::dtype::Dtype;
@@ -132,7 +132,8 @@ fn merge_two(a: &(Vec<f32>, f32), b: &(Vec<f32>, f32), normalise: bool) -> (Vec<
     (a.0.iter().zip(&b.0).map(|(x, y)| weighted(wa, *x) + weighted(wb, *y)).collect(), lse)
 }
 
-/// `[heads, v_dim]` from stored `[heads, latent]` by weights `[heads, latent, v_dim]`, block by block in binary32.
+/// `[heads, v_dim]` from stored `[heads, latent]` by weights `[heads, latent, v_dim]`, block by block in
+/// binary32.
 pub fn project(latent: &[f64], weights: &[f32], latent_dim: usize, v_dim: usize, truncate: bool) -> Vec<f32> {
     latent
         .chunks_exact(latent_dim)
