@@ -1,1 +1,27 @@
-//! Placeholder.
+//! What to try: models, axes, rule sets, workloads, probes and suites.
+
+pub mod axes;
+mod case;
+mod check;
+pub mod covering;
+mod id;
+mod inputs;
+mod merge;
+mod models;
+mod probe;
+pub mod rules;
+mod suites;
+mod workload;
+
+pub use case::{
+    AttentionCase, Body, CASE_SCHEMA_VERSION, Case, CaseError, Family, MergeCase, MergePattern, RuleCase,
+    StateView,
+};
+pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
+pub use id::default_blocks;
+pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
+pub use merge::{MergeInputs, active_segments, generate_merge};
+pub use models::{CUSTOM_MODEL, Model};
+pub use probe::Probe;
+pub use suites::{SuiteName, suite};
+pub use workload::{Placement, Request, Workload};

@@ -1,2 +1,7 @@
-//! shardcheck: conformance harness for context-parallel attention engines.
-fn main() {}
+//! The program: one verb, one exit code.
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    ExitCode::from(shardcheck::cli::main().code())
+}

@@ -1,6 +1,6 @@
 //! The same codecs between f32 and the 8- and 16-bit floats, written for inner loops.
 //!
-//! All functions agree with [`codec`](crate::codec) bit for bit (NaN payloads aside) and are short enough to inline;
+//! All functions agree with [`codec`] bit for bit (NaN payloads aside) and are short enough to inline;
 //! with a constant `dtype` the match disappears, and with a loop-invariant one the compiler hoists it.
 
 use crate::codec::{self, Overflow};

@@ -1,1 +1,34 @@
-//! Placeholder.
+//! The embedded multi-rank engine, assembled from policies, and its faults.
+//!
+//! [`engine`] runs the published algorithms of decode context parallelism on threads as ranks, with real exchanges
+//! between them, paged per-rank caches of real codes, and the roundings of GPU kernels where those have them. It is
+//! assembled from a table of [`policies::Policies`]; a [`Fault`] is that table with one entry replaced. It never
+//! calls the reference: an engine that did would prove nothing. [`hostile`] holds engines that misbehave, for tests.
+
+mod attend;
+mod batch;
+mod cache;
+mod chunks;
+mod communicator;
+mod context;
+mod derive;
+mod engine;
+mod faults;
+mod grid;
+pub mod hostile;
+mod kernel;
+mod lanes;
+mod merge;
+mod policies;
+mod profile;
+mod query;
+mod route;
+mod rules;
+mod session;
+mod states;
+mod write;
+
+pub use engine::{CpuEngine, DEFAULT_TIMEOUT, MAX_CACHE_BYTES, MAX_RANKS, engine};
+pub use faults::{Fault, FaultClass, fault, faults};
+pub use policies::Policies;
+pub use rules::{SETTING_NAMES, Setting};

@@ -1,1 +1,22 @@
-//! Placeholder.
+//! The interface between the harness and any engine under test.
+//!
+//! An [`Engine`] declares a [`Profile`], answers [`Engine::validate`] for launch settings, and opens a
+//! [`Session`] for a [`Configuration`]. A session performs one [`Operation`] per [`Session::step`]; its caches and
+//! metadata live as long as the session does. Every array in and out is a named [`Tensor`]; results carry a
+//! rank axis, because all ranks are judged and not rank 0 alone.
+
+mod configuration;
+mod effective;
+mod operation;
+mod profile;
+mod session;
+mod settings;
+mod tensor;
+
+pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
+pub use effective::EffectivePath;
+pub use operation::{Mask, Operation, OperationKind, Provenance, TensorSpec};
+pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
+pub use session::{Answer, Engine, EngineError, Reply, Session};
+pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
+pub use tensor::{Tensor, TensorError, Tensors};

@@ -1,0 +1,408 @@
+//! A case: configuration × workload × probe × seed, as a value that holds everything.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+use shardcheck_engine::{
+    Attention, CommBackend, Configuration, LaneOrder, Mask, Operation, OperationKind, RuleSetName, Settings,
+    Validation,
+};
+use shardcheck_formats::Dtype;
+
+use crate::{Probe, Workload};
+
+/// Version of the case JSON. A reader refuses a version it does not know.
+pub const CASE_SCHEMA_VERSION: u32 = 1;
+
+/// What a case asks the engine to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Family {
+    /// Layout metadata.
+    Layout,
+    /// KV write and read back.
+    Write,
+    /// Decode, one row a request.
+    Decode,
+    /// Causal verification, several rows a request.
+    Verify,
+    /// Bidirectional draft block.
+    Draft,
+    /// Cached context gathered in chunks, plus new tokens.
+    Context,
+    /// Merge of given partials over ranks.
+    MergePartials,
+    /// Merge of two given states.
+    MergeStates,
+    /// Merge of given kernel segments.
+    MergeSegments,
+    /// Packing of the LSE.
+    PackLse,
+    /// Configuration rules.
+    Rules,
+}
+
+impl Family {
+    /// All families, in the order in which a new engine is brought up.
+    pub const ALL: [Self; 11] = [
+        Self::Layout,
+        Self::Write,
+        Self::PackLse,
+        Self::MergeStates,
+        Self::MergeSegments,
+        Self::MergePartials,
+        Self::Decode,
+        Self::Verify,
+        Self::Draft,
+        Self::Context,
+        Self::Rules,
+    ];
+
+    /// Name as it stands in case ids and filters.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Layout => "layout",
+            Self::Write => "write",
+            Self::Decode => "decode",
+            Self::Verify => "verify",
+            Self::Draft => "draft",
+            Self::Context => "context",
+            Self::MergePartials => "merge_partials",
+            Self::MergeStates => "merge_states",
+            Self::MergeSegments => "merge_segments",
+            Self::PackLse => "pack_lse",
+            Self::Rules => "rules",
+        }
+    }
+
+    /// The operation that a case of this family is about; `None` for rules, which no session answers.
+    pub fn operation(self) -> Option<OperationKind> {
+        match self {
+            Self::Layout => Some(OperationKind::Layout),
+            Self::Write => Some(OperationKind::WriteKv),
+            Self::Decode => Some(OperationKind::Decode),
+            Self::Verify => Some(OperationKind::Verify),
+            Self::Draft => Some(OperationKind::Draft),
+            Self::Context => Some(OperationKind::Context),
+            Self::MergePartials => Some(OperationKind::MergePartials),
+            Self::MergeStates => Some(OperationKind::MergeStates),
+            Self::MergeSegments => Some(OperationKind::MergeSegments),
+            Self::PackLse => Some(OperationKind::PackLse),
+            Self::Rules => None,
+        }
+    }
+
+    /// Whether a case of this family holds an [`AttentionCase`].
+    pub fn is_attention(self) -> bool {
+        matches!(self, Self::Layout | Self::Write | Self::Decode | Self::Verify | Self::Draft | Self::Context)
+    }
+
+    /// Whether a case of this family holds a [`MergeCase`].
+    pub fn is_merge(self) -> bool {
+        matches!(self, Self::MergePartials | Self::MergeStates | Self::MergeSegments | Self::PackLse)
+    }
+}
+
+impl fmt::Display for Family {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Family {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|family| family.name() == text).ok_or_else(|| {
+            format!("unknown family {text:?}; known are {}", Self::ALL.map(Self::name).join(", "))
+        })
+    }
+}
+
+/// Attention on an engine with caches: families layout, write, decode, verify, draft, context.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AttentionCase {
+    /// Name of the model whose shape this is, or `custom`.
+    pub model: String,
+    /// What the session is opened with.
+    pub configuration: Configuration,
+    /// The batch.
+    pub workload: Workload,
+    /// How the inputs are drawn.
+    pub probe: Probe,
+    /// MLA: no up-projection is given and the output stays in the latent space. Always so in the context family, whose
+    /// operation takes no up-projection.
+    #[serde(default)]
+    pub latent_output: bool,
+}
+
+/// What the states to be merged look like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MergePattern {
+    /// All states hold something, LSEs of unit spread.
+    Random,
+    /// LSEs up to 80 apart, so that weights underflow.
+    LargeGaps,
+    /// Some states are empty (LSE −inf); their output is NaN.
+    SomeEmpty,
+    /// All states of some rows are empty.
+    AllEmpty,
+    /// NaN and +inf LSEs on single ranks, which the published merges treat as empty.
+    BrokenLse,
+    /// Equal LSEs and outputs that spell their rank and head: any permutation shows exactly.
+    Tagged,
+    /// Bit patterns of the LSE whose 16-bit halves are bf16 NaNs or infinities.
+    NanHalves,
+}
+
+impl MergePattern {
+    /// All patterns, in a stable order.
+    pub const ALL: [Self; 7] = [
+        Self::Random,
+        Self::LargeGaps,
+        Self::SomeEmpty,
+        Self::AllEmpty,
+        Self::BrokenLse,
+        Self::Tagged,
+        Self::NanHalves,
+    ];
+
+    /// Name as it stands in case ids.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Random => "random",
+            Self::LargeGaps => "large_gaps",
+            Self::SomeEmpty => "some_empty",
+            Self::AllEmpty => "all_empty",
+            Self::BrokenLse => "broken_lse",
+            Self::Tagged => "tagged",
+            Self::NanHalves => "nan_halves",
+        }
+    }
+}
+
+/// How a given state lies in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StateView {
+    /// Row-major, no gaps.
+    Contiguous,
+    /// Heads outermost in memory.
+    HeadMajor,
+    /// A slice of a wider buffer, NaN in the gaps.
+    Sliced,
+}
+
+impl StateView {
+    /// All views, in a stable order.
+    pub const ALL: [Self; 3] = [Self::Contiguous, Self::HeadMajor, Self::Sliced];
+
+    /// Name as it stands in case ids.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Contiguous => "contiguous",
+            Self::HeadMajor => "head_major",
+            Self::Sliced => "sliced",
+        }
+    }
+}
+
+/// Merge of given states: families merge_partials, merge_states, merge_segments, pack_lse.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct MergeCase {
+    /// Ranks W, or segments.
+    pub world: usize,
+    /// Query rows.
+    pub rows: usize,
+    /// Query heads of one rank.
+    pub heads_per_rank: usize,
+    /// Width of an output.
+    pub dim: usize,
+    /// Element type of the given outputs: f32 or bf16.
+    pub dtype: Dtype,
+    /// Collectives (merge_partials only).
+    pub comm_backend: CommBackend,
+    /// Lane order (merge_partials with A2A, pack_lse).
+    pub lane_order: LaneOrder,
+    /// What the states look like.
+    pub pattern: MergePattern,
+    /// How they lie in memory.
+    pub view: StateView,
+}
+
+impl MergeCase {
+    /// Tokens of one tile of a split kernel (merge_segments): the tile of vLLM's segmented MLA decode.
+    pub const TILE_TOKENS: usize = 64;
+
+    /// What a session for this merge is opened with: `world` ranks without sequence (one rank for the families that merge
+    /// on one rank), one KV head of width `dim`.
+    pub fn configuration(&self, family: Family) -> Configuration {
+        let ranks = if family == Family::MergePartials { self.world } else { 1 };
+        Configuration {
+            attention: Attention::Gqa { kv_heads: 1, head_dim: self.dim, v_head_dim: self.dim },
+            tp: ranks,
+            dcp: ranks,
+            heads_per_rank: self.heads_per_rank,
+            interleave: 1,
+            block_size: 1,
+            blocks: 1,
+            kv_dtype: Dtype::Bf16,
+            kv_scale: 1.0,
+            softmax_scale: 1.0,
+            comm_backend: self.comm_backend,
+            lane_order: self.lane_order,
+            query_replication: false,
+            project_before_merge: false,
+            kernel_head_widths: Vec::new(),
+        }
+    }
+}
+
+/// Launch settings and what their owner must say to them.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct RuleCase {
+    /// Name of the rule, unique in its set.
+    pub rule: String,
+    /// Whose rules.
+    pub rules: RuleSetName,
+    /// What the user asks for.
+    pub settings: Settings,
+    /// What must be answered. Reasons are not compared word for word.
+    pub expected: Validation,
+}
+
+/// The part of a case that depends on its family.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Body {
+    /// Attention on an engine with caches.
+    Attention(AttentionCase),
+    /// Merge of given states.
+    Merge(MergeCase),
+    /// Configuration rules.
+    Rules(RuleCase),
+}
+
+/// One thing to try.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Case {
+    /// Version of this format: [`CASE_SCHEMA_VERSION`].
+    pub schema_version: u32,
+    /// What is asked.
+    pub family: Family,
+    /// With what.
+    pub body: Body,
+    /// Seed of everything that is drawn.
+    pub seed: u64,
+}
+
+impl Case {
+    /// An attention case of the current schema version.
+    pub fn attention(family: Family, body: AttentionCase, seed: u64) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Attention(body), seed }
+    }
+
+    /// A merge case of the current schema version.
+    pub fn merge(family: Family, body: MergeCase, seed: u64) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Merge(body), seed }
+    }
+
+    /// A rule case of the current schema version. Nothing is drawn, so its seed is 0.
+    pub fn rules(body: RuleCase) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family: Family::Rules, body: Body::Rules(body), seed: 0 }
+    }
+
+    /// The operation that the case is about, with its parameters; `None` for rules.
+    pub fn operation(&self) -> Option<Operation> {
+        let chunk_budget_tokens = match &self.body {
+            Body::Attention(case) => case.workload.chunk_budget_tokens,
+            _ => 0,
+        };
+        Some(match self.family {
+            Family::Layout => Operation::Layout,
+            Family::Write => Operation::WriteKv,
+            Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
+            Family::Draft => Operation::Attend { mask: Mask::Bidirectional },
+            Family::Context => Operation::AttendContext { chunk_budget_tokens },
+            Family::MergePartials => Operation::MergePartials,
+            Family::MergeStates => Operation::MergeStates,
+            Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
+            Family::PackLse => Operation::PackLse,
+            Family::Rules => return None,
+        })
+    }
+
+    /// What a session for this case is opened with; `None` for rules.
+    pub fn configuration(&self) -> Option<Configuration> {
+        match &self.body {
+            Body::Attention(case) => Some(case.configuration.clone()),
+            Body::Merge(case) => Some(case.configuration(self.family)),
+            Body::Rules(_) => None,
+        }
+    }
+
+    /// The case as JSON, one value that holds everything.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string_pretty(self).expect("a case has no map with keys that are not strings")
+    }
+
+    /// Reads a case and checks it.
+    ///
+    /// # Errors
+    /// [`CaseError::Version`] for another schema version, [`CaseError::UnknownValue`] for a name that is none of its
+    /// axis, [`CaseError::Malformed`] for anything else that is not a case, and what [`Case::check`] says.
+    pub fn from_json(text: &str) -> Result<Self, CaseError> {
+        let value: serde_json::Value =
+            serde_json::from_str(text).map_err(|error| CaseError::Malformed(error.to_string()))?;
+        let Some(version) = value.get("schema_version").and_then(serde_json::Value::as_u64) else {
+            return Err(CaseError::Malformed("there is no whole number `schema_version`".to_owned()));
+        };
+        if version != u64::from(CASE_SCHEMA_VERSION) {
+            return Err(CaseError::Version { found: version });
+        }
+        let case: Self = serde_json::from_value(value).map_err(|error| {
+            let message = error.to_string();
+            if message.contains("unknown variant") {
+                CaseError::UnknownValue(message)
+            } else {
+                CaseError::Malformed(message)
+            }
+        })?;
+        case.check()?;
+        Ok(case)
+    }
+}
+
+/// A case that can't be used, and what to do.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum CaseError {
+    /// Not the JSON of a case.
+    #[error("malformed case: {0}; `shardcheck explain case-json` shows the format")]
+    Malformed(String),
+    /// A name that is none of its axis; the text names the valid ones.
+    #[error("case has an unknown value: {0}")]
+    UnknownValue(String),
+    /// Written by another version.
+    #[error("case has schema version {found}, this program reads {CASE_SCHEMA_VERSION}: export it again")]
+    Version {
+        /// Version in the file.
+        found: u64,
+    },
+    /// A value contradicts another.
+    #[error("case is out of range: {0}")]
+    OutOfRange(String),
+    /// An id that does not parse.
+    #[error("case id {id:?} does not parse: {reason}; `shardcheck list` prints ids")]
+    Id {
+        /// The id.
+        id: String,
+        /// What is wrong with it.
+        reason: String,
+    },
+}

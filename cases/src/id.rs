@@ -1,0 +1,381 @@
+//! The readable id of a case, and the case that it spells.
+//!
+//! ```text
+//! FAMILY/MODEL/CONFIGURATION/WORKLOAD/PROBE/SEED      attention
+//! FAMILY/STATES/PATTERN/VIEW/SEED                     merges
+//! rules/RULE_SET/RULE                                 configuration rules
+//!
+//! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.a2a.lo_hi.qrep.pbm.k16+32
+//!                ranks, W, heads a rank, S, B, blocks, cache format @ scale, exchange, lane order, switches (`lat`: latent
+//!                output), kernel widths; shape (`mla16+8v12`, `gqa2x16v14`) and softmax scale (`sm0.25`) only where they are
+//!                not the model's
+//! workload       12+3_0+0_7+3x4.pad2.shuf.c64
+//!                context+rows of each request (x4: four alike), graph padding, block placement, chunk budget
+//! states         w3.t4.h2.d16.bf16.a2a.hi_lo
+//! ```
+//!
+//! Without `n`, a configuration gets [`default_blocks`]; an id that a program prints always has it.
+
+use std::str::FromStr;
+
+use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder, RuleSetName};
+use shardcheck_formats::Dtype;
+
+use crate::{
+    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, Placement,
+    Probe, Request, StateView, Workload, rules,
+};
+
+/// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
+pub fn default_blocks(workload: &Workload, virtual_block_tokens: usize) -> usize {
+    let needed: usize = workload.requests.iter().map(|r| r.seq_len().div_ceil(virtual_block_tokens)).sum();
+    1 + needed + (needed / 4).max(2)
+}
+
+impl Case {
+    /// The id: readable, unique among cases, and the whole case ([`Case::from_str`] reads it back), except that a rule case is
+    /// found by its name.
+    pub fn id(&self) -> String {
+        let (family, seed) = (self.family, self.seed);
+        match &self.body {
+            Body::Attention(case) => {
+                let configuration = spell_configuration(case);
+                let workload = spell_workload(&case.workload);
+                format!("{family}/{}/{configuration}/{workload}/{}/{seed}", case.model, case.probe)
+            }
+            Body::Merge(case) => {
+                let states = spell_states(case);
+                format!("{family}/{states}/{}/{}/{seed}", case.pattern.name(), case.view.name())
+            }
+            Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
+        }
+    }
+}
+
+impl FromStr for Case {
+    type Err = CaseError;
+
+    fn from_str(id: &str) -> Result<Self, CaseError> {
+        let fail = |reason: String| CaseError::Id { id: id.to_owned(), reason };
+        let parts: Vec<&str> = id.split('/').collect();
+        let family: Family = parts[0].parse().map_err(fail)?;
+        let case = if family.is_attention() {
+            let [_, model, configuration, workload, probe, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; an attention id has 6", parts.len())));
+            };
+            let workload = read_workload(workload).map_err(fail)?;
+            let probe = probe.parse().map_err(fail)?;
+            let body = read_configuration(model, configuration, workload, probe).map_err(fail)?;
+            Self::attention(family, body, number("seed", seed).map_err(fail)?)
+        } else if family.is_merge() {
+            let [_, states, pattern, view, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a merge id has 5", parts.len())));
+            };
+            let pattern =
+                named("merge pattern", &MergePattern::ALL, MergePattern::name, pattern).map_err(fail)?;
+            let view = named("view", &StateView::ALL, StateView::name, view).map_err(fail)?;
+            let body = read_states(states, pattern, view).map_err(fail)?;
+            Self::merge(family, body, number("seed", seed).map_err(fail)?)
+        } else {
+            let [_, set, rule] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a rule id has 3", parts.len())));
+            };
+            let set: RuleSetName = set.parse().map_err(fail)?;
+            let known =
+                rules::find(set, rule).ok_or_else(|| fail(format!("rule set {set} has no rule {rule:?}")))?;
+            Self::rules(known.clone())
+        };
+        case.check()?;
+        Ok(case)
+    }
+}
+
+fn spell_configuration(case: &AttentionCase) -> String {
+    let c = &case.configuration;
+    let mut tokens = Vec::new();
+    let model = Model::find(&case.model);
+    if model.is_none_or(|model| model.attention(c.gathered_heads()) != c.attention) {
+        tokens.push(match c.attention {
+            Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim } => {
+                format!("mla{kv_lora_rank}+{qk_rope_head_dim}v{v_head_dim}")
+            }
+            Attention::Gqa { kv_heads, head_dim, v_head_dim } => {
+                format!("gqa{kv_heads}x{head_dim}v{v_head_dim}")
+            }
+        });
+    }
+    if model.is_none_or(|model| model.softmax_scale != c.softmax_scale) {
+        tokens.push(format!("sm{}", c.softmax_scale));
+    }
+    tokens.push(format!("tp{}", c.tp));
+    tokens.push(format!("dcp{}", c.dcp));
+    tokens.push(format!("h{}", c.heads_per_rank));
+    tokens.push(format!("s{}", c.interleave));
+    tokens.push(format!("b{}", c.block_size));
+    tokens.push(format!("n{}", c.blocks));
+    tokens.push(match c.kv_scale {
+        1.0 => c.kv_dtype.name().to_owned(),
+        scale => format!("{}@{scale}", c.kv_dtype),
+    });
+    push_exchange(&mut tokens, c.comm_backend, c.lane_order);
+    for (set, name) in
+        [(c.query_replication, "qrep"), (c.project_before_merge, "pbm"), (case.latent_output, "lat")]
+    {
+        if set {
+            tokens.push(name.to_owned());
+        }
+    }
+    if !c.kernel_head_widths.is_empty() {
+        let widths: Vec<String> = c.kernel_head_widths.iter().map(usize::to_string).collect();
+        tokens.push(format!("k{}", widths.join("+")));
+    }
+    tokens.join(".")
+}
+
+/// The lane order matters to the A2A alone; elsewhere only the second one is spelt, so that the id stays whole.
+fn push_exchange(tokens: &mut Vec<String>, backend: CommBackend, lane_order: LaneOrder) {
+    tokens.push(backend.name().to_owned());
+    if backend == CommBackend::A2a || lane_order != LaneOrder::HiLo {
+        tokens.push(lane_order.name().to_owned());
+    }
+}
+
+fn spell_workload(workload: &Workload) -> String {
+    let mut requests: Vec<String> = Vec::new();
+    let mut rest = workload.requests.as_slice();
+    while let Some(first) = rest.first() {
+        let count = rest.iter().take_while(|request| *request == first).count();
+        let one = format!("{}+{}", first.context_tokens, first.query_tokens);
+        requests.push(if count == 1 { one } else { format!("{one}x{count}") });
+        rest = &rest[count..];
+    }
+    let mut text = requests.join("_");
+    if workload.padded_rows > 0 {
+        text += &format!(".pad{}", workload.padded_rows);
+    }
+    text += &format!(".{}", workload.placement.name());
+    if workload.chunk_budget_tokens > 0 {
+        text += &format!(".c{}", workload.chunk_budget_tokens);
+    }
+    text
+}
+
+fn spell_states(case: &MergeCase) -> String {
+    let mut tokens = vec![
+        format!("w{}", case.world),
+        format!("t{}", case.rows),
+        format!("h{}", case.heads_per_rank),
+        format!("d{}", case.dim),
+        case.dtype.name().to_owned(),
+    ];
+    push_exchange(&mut tokens, case.comm_backend, case.lane_order);
+    tokens.join(".")
+}
+
+/// The dotted tokens of one part of an id; each may be taken once, and none may be left.
+struct Tokens {
+    rest: Vec<String>,
+}
+
+impl Tokens {
+    fn split(text: &str) -> Self {
+        let mut rest: Vec<String> = Vec::new();
+        for piece in text.split('.') {
+            match rest.last_mut() {
+                // every token starts with a letter, so a digit behind a dot is the fraction of a number
+                Some(last) if piece.starts_with(|c: char| c.is_ascii_digit()) => {
+                    last.push('.');
+                    last.push_str(piece);
+                }
+                _ => rest.push(piece.to_owned()),
+            }
+        }
+        Self { rest }
+    }
+
+    /// Takes the first token that `wanted` accepts.
+    fn take<T>(&mut self, wanted: impl Fn(&str) -> Option<T>) -> Option<T> {
+        let (index, value) = self
+            .rest
+            .iter()
+            .enumerate()
+            .find_map(|(index, token)| wanted(token).map(|value| (index, value)))?;
+        self.rest.remove(index);
+        Some(value)
+    }
+
+    fn take_number(&mut self, key: &str) -> Option<usize> {
+        self.take(|token| token.strip_prefix(key)?.parse().ok())
+    }
+
+    fn need_number(&mut self, key: &str) -> Result<usize, String> {
+        self.take_number(key).ok_or_else(|| format!("{key:?} with a whole number is missing"))
+    }
+
+    fn take_flag(&mut self, name: &str) -> bool {
+        self.take(|token| (token == name).then_some(())).is_some()
+    }
+
+    fn take_exchange(&mut self) -> Result<(CommBackend, LaneOrder), String> {
+        let backend = self
+            .take(|token| CommBackend::ALL.into_iter().find(|backend| backend.name() == token))
+            .ok_or("the exchange is missing: ag_rs or a2a")?;
+        let lane_order = self.take(|token| LaneOrder::ALL.into_iter().find(|order| order.name() == token));
+        match (backend, lane_order) {
+            (CommBackend::A2a, None) => Err("the lane order of a2a is missing: hi_lo or lo_hi".to_owned()),
+            (_, lane_order) => Ok((backend, lane_order.unwrap_or(LaneOrder::HiLo))),
+        }
+    }
+
+    fn finish(self) -> Result<(), String> {
+        match self.rest.first() {
+            None => Ok(()),
+            Some(token) => Err(format!("{token:?} is unknown here or stands there twice")),
+        }
+    }
+}
+
+fn number<T: FromStr>(what: &str, text: &str) -> Result<T, String> {
+    text.parse().map_err(|_| format!("{what} {text:?} is not a whole number in range"))
+}
+
+fn named<T: Copy>(what: &str, all: &[T], name: fn(T) -> &'static str, text: &str) -> Result<T, String> {
+    all.iter().copied().find(|value| name(*value) == text).ok_or_else(|| {
+        let names: Vec<_> = all.iter().map(|value| name(*value)).collect();
+        format!("unknown {what} {text:?}; known are {}", names.join(", "))
+    })
+}
+
+fn read_workload(text: &str) -> Result<Workload, String> {
+    let (requests_text, rest) = text.split_once('.').ok_or("the placement is missing: seq, shuf or desc")?;
+    let mut requests = Vec::new();
+    for entry in requests_text.split('_') {
+        let (one, count) = match entry.split_once('x') {
+            None => (entry, 1),
+            Some((one, count)) => (one, number("number of requests", count)?),
+        };
+        if count == 0 || count > crate::MAX_REQUESTS {
+            return Err(format!("{count} requests alike; there may be 1 to {}", crate::MAX_REQUESTS));
+        }
+        let (context, query) = one
+            .split_once('+')
+            .ok_or_else(|| format!("request {entry:?} is not CONTEXT+ROWS, such as 12+3"))?;
+        let request = Request {
+            context_tokens: number("context length", context)?,
+            query_tokens: number("number of rows", query)?,
+        };
+        if request.context_tokens > crate::MAX_TOKENS || request.query_tokens > crate::MAX_TOKENS {
+            return Err(format!("request {entry:?} is longer than {} tokens", crate::MAX_TOKENS));
+        }
+        requests.extend(std::iter::repeat_n(request, count));
+        if requests.len() > crate::MAX_REQUESTS {
+            return Err(format!("more than {} requests", crate::MAX_REQUESTS));
+        }
+    }
+    let mut tokens = Tokens::split(rest);
+    let padded_rows = tokens.take_number("pad").unwrap_or(0);
+    let chunk_budget_tokens = tokens.take_number("c").unwrap_or(0);
+    let placement = tokens
+        .take(|token| Placement::ALL.into_iter().find(|placement| placement.name() == token))
+        .ok_or("the placement is missing: seq, shuf or desc")?;
+    tokens.finish()?;
+    Ok(Workload { requests, padded_rows, placement, chunk_budget_tokens })
+}
+
+fn read_configuration(
+    model: &str,
+    text: &str,
+    workload: Workload,
+    probe: Probe,
+) -> Result<AttentionCase, String> {
+    let known = Model::find(model);
+    if known.is_none() && model != CUSTOM_MODEL {
+        return Err(format!("unknown model {model:?}; known are {}, {CUSTOM_MODEL}", Model::names()));
+    }
+    let mut tokens = Tokens::split(text);
+    let shape = tokens.take(read_attention);
+    let softmax_scale = tokens.take(|token| token.strip_prefix("sm")?.parse().ok());
+    let tp = tokens.need_number("tp")?;
+    let dcp = tokens.need_number("dcp")?;
+    let heads_per_rank = tokens.need_number("h")?;
+    let interleave = tokens.need_number("s")?;
+    let block_size = tokens.need_number("b")?;
+    let gathered_heads = heads_per_rank.checked_mul(dcp).ok_or("h · dcp is out of range")?;
+    let virtual_block =
+        block_size.checked_mul(dcp).filter(|tokens| *tokens > 0).ok_or("b · dcp is out of range")?;
+    let blocks = tokens.take_number("n").unwrap_or_else(|| default_blocks(&workload, virtual_block));
+    let (kv_dtype, kv_scale) =
+        tokens.take(read_cache_format).ok_or("the cache format is missing, such as bf16")?;
+    let (comm_backend, lane_order) = tokens.take_exchange()?;
+    let query_replication = tokens.take_flag("qrep");
+    let project_before_merge = tokens.take_flag("pbm");
+    let latent_output = tokens.take_flag("lat");
+    let kernel_head_widths = tokens
+        .take(|token| {
+            token.strip_prefix('k')?.split('+').map(|width| width.parse().ok()).collect::<Option<Vec<_>>>()
+        })
+        .unwrap_or_default();
+    tokens.finish()?;
+    let attention = shape
+        .or_else(|| known.map(|model| model.attention(gathered_heads)))
+        .ok_or("a custom model needs its shape, such as mla16+8v12 or gqa2x16v14")?;
+    let softmax_scale = softmax_scale
+        .or_else(|| known.map(|model| model.softmax_scale))
+        .ok_or("a custom model needs its softmax scale, such as sm0.25")?;
+    let configuration = Configuration {
+        attention,
+        tp,
+        dcp,
+        heads_per_rank,
+        interleave,
+        block_size,
+        blocks,
+        kv_dtype,
+        kv_scale,
+        softmax_scale,
+        comm_backend,
+        lane_order,
+        query_replication,
+        project_before_merge,
+        kernel_head_widths,
+    };
+    Ok(AttentionCase { model: model.to_owned(), configuration, workload, probe, latent_output })
+}
+
+fn read_attention(token: &str) -> Option<Attention> {
+    let (widths, v_head_dim) = token.get(3..)?.split_once('v')?;
+    let v_head_dim = v_head_dim.parse().ok()?;
+    if token.starts_with("mla") {
+        let (kv_lora_rank, qk_rope_head_dim) = widths.split_once('+')?;
+        let (kv_lora_rank, qk_rope_head_dim) = (kv_lora_rank.parse().ok()?, qk_rope_head_dim.parse().ok()?);
+        return Some(Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim });
+    }
+    let (kv_heads, head_dim) = widths.split_once('x')?;
+    let (kv_heads, head_dim) = (kv_heads.parse().ok()?, head_dim.parse().ok()?);
+    token.starts_with("gqa").then_some(Attention::Gqa { kv_heads, head_dim, v_head_dim })
+}
+
+fn read_cache_format(token: &str) -> Option<(Dtype, f32)> {
+    match token.split_once('@') {
+        None => Some((token.parse().ok()?, 1.0)),
+        Some((dtype, scale)) => Some((dtype.parse().ok()?, scale.parse().ok()?)),
+    }
+}
+
+fn read_states(text: &str, pattern: MergePattern, view: StateView) -> Result<MergeCase, String> {
+    let mut tokens = Tokens::split(text);
+    let case = MergeCase {
+        world: tokens.need_number("w")?,
+        rows: tokens.need_number("t")?,
+        heads_per_rank: tokens.need_number("h")?,
+        dim: tokens.need_number("d")?,
+        dtype: tokens.take(|token| token.parse().ok()).ok_or("the element type is missing: f32 or bf16")?,
+        comm_backend: CommBackend::A2a,
+        lane_order: LaneOrder::HiLo,
+        pattern,
+        view,
+    };
+    let (comm_backend, lane_order) = tokens.take_exchange()?;
+    tokens.finish()?;
+    Ok(MergeCase { comm_backend, lane_order, ..case })
+}

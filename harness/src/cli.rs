@@ -1,0 +1,109 @@
+//! The command line: verbs, options, and which exit code an error means.
+
+use clap::{Parser, Subcommand};
+
+use crate::commands;
+use crate::status::Exit;
+
+/// Is a context-parallel attention engine right, and if not, exactly where?
+///
+/// shardcheck compares an engine that shards a sequence over ranks with an oracle of global attention, property by property,
+/// with a tolerance derived for each element. Without options, `shardcheck run` gates the embedded engine in under a minute
+/// and proves on known faults that the checks have teeth.
+#[derive(Debug, Parser)]
+#[command(name = "shardcheck", version, propagate_version = true, max_term_width = 110)]
+#[command(after_help = "Exit codes: 0 passed, 1 failed, 2 usage, 3 inconclusive only, 4 nothing selected, \
+    5 rerun outstanding, 6 baseline failed, 7 mutants survived, 8 submission invalid, 9 no device, 70 internal error. \
+    `shardcheck explain exit-codes` says more.")]
+struct Cli {
+    #[command(subcommand)]
+    verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+enum Verb {
+    /// Judge the cases of a suite on an engine
+    Run(commands::run::Args),
+    /// Print the cases that a selection holds
+    List(commands::list::Args),
+    /// Explain a property, a case, a fault, or a topic
+    Explain(commands::explain::Args),
+    /// Judge one case again, from its id, its file or a run
+    Replay(commands::replay::Args),
+    /// Decide again on the stored failures of a run, without the engine
+    Judge(commands::judge::Args),
+    /// Try the known faults: which property kills which
+    Mutants(commands::mutants::Args),
+    /// Compare two runs: what newly fails, what was fixed, what drifted
+    Diff(commands::diff::Args),
+    /// Make or verify the golden vectors that other programs can load
+    Golden(commands::golden::Args),
+    /// Say what this machine and an engine can do
+    Doctor(commands::doctor::Args),
+}
+
+/// Why a command ended without a verdict.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// The command line or a file that it names is wrong.
+    #[error("{0}")]
+    Usage(String),
+    /// The selection is empty.
+    #[error("{0}")]
+    NothingSelected(String),
+    /// The engine fails without any fault.
+    #[error("{0}")]
+    BaselineFailed(String),
+    /// The harness is at fault, or the machine refused something.
+    #[error("{0}")]
+    Internal(String),
+}
+
+impl CommandError {
+    /// A usage error out of any error.
+    pub fn usage(error: impl std::fmt::Display) -> Self {
+        Self::Usage(error.to_string())
+    }
+
+    /// An internal error out of any error.
+    pub fn internal(error: impl std::fmt::Display) -> Self {
+        Self::Internal(error.to_string())
+    }
+
+    /// Its exit code.
+    pub fn exit(&self) -> Exit {
+        match self {
+            Self::Usage(_) => Exit::Usage,
+            Self::NothingSelected(_) => Exit::NothingSelected,
+            Self::BaselineFailed(_) => Exit::BaselineFailed,
+            Self::Internal(_) => Exit::Internal,
+        }
+    }
+}
+
+/// Runs the program with the arguments of the process.
+pub fn main() -> Exit {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            // clap prints help and version to stdout and errors to stderr
+            let printed = error.print();
+            return if error.use_stderr() || printed.is_err() { Exit::Usage } else { Exit::Passed };
+        }
+    };
+    let outcome = match cli.verb {
+        Verb::Run(args) => commands::run::run(&args),
+        Verb::List(args) => commands::list::run(&args),
+        Verb::Explain(args) => commands::explain::run(&args),
+        Verb::Replay(args) => commands::replay::run(&args),
+        Verb::Judge(args) => commands::judge::run(&args),
+        Verb::Mutants(args) => commands::mutants::run(&args),
+        Verb::Diff(args) => commands::diff::run(&args),
+        Verb::Golden(args) => commands::golden::run(&args),
+        Verb::Doctor(args) => commands::doctor::run(&args),
+    };
+    outcome.unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        error.exit()
+    })
+}

@@ -1,0 +1,93 @@
+//! The verbs, one file each.
+
+pub mod diff;
+pub mod doctor;
+pub mod explain;
+pub mod golden;
+pub mod judge;
+pub mod list;
+pub mod mutants;
+pub mod replay;
+pub mod reporting;
+pub mod run;
+
+use std::path::PathBuf;
+
+use shardcheck_cases::{Case, SuiteName, suite};
+
+use crate::cli::CommandError;
+use crate::properties;
+use crate::select::{SelectArgs, Selection};
+
+/// Options that name a set of cases.
+#[derive(Debug, clap::Args)]
+#[command(next_help_heading = "Cases")]
+pub struct CaseArgs {
+    /// Suite to take cases from: gate, nightly, engine-smoke, seeds, mustpass
+    #[arg(long, default_value = "gate", value_name = "NAME")]
+    pub suite: SuiteName,
+
+    /// Seed of everything that is drawn; the same seed gives the same cases
+    #[arg(long, default_value_t = 1, value_name = "N")]
+    pub seed: u64,
+
+    /// Take the cases of these files instead of a suite's (case JSON, as in a run's `cases/*/case.json`)
+    #[arg(long = "case", value_name = "FILE")]
+    pub files: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) select: SelectArgs,
+}
+
+impl CaseArgs {
+    /// All cases of the suite or the files, and the selection.
+    ///
+    /// # Errors
+    /// Usage errors of files and selection.
+    pub fn cases(&self) -> Result<(Vec<Case>, Selection), CommandError> {
+        let cases = if self.files.is_empty() {
+            suite(self.suite, self.seed)
+        } else {
+            self.files.iter().map(|path| read_case(path)).collect::<Result<_, _>>()?
+        };
+        let selection = self.select.selection().map_err(CommandError::usage)?;
+        let ids: Vec<String> = cases.iter().map(Case::id).collect();
+        selection.check_exact(ids.iter().map(String::as_str)).map_err(CommandError::usage)?;
+        Ok((cases, selection))
+    }
+
+    /// The selected cases.
+    ///
+    /// # Errors
+    /// Usage errors, and [`CommandError::NothingSelected`].
+    pub fn selected(&self) -> Result<(Vec<Case>, Selection), CommandError> {
+        let (mut cases, selection) = self.cases()?;
+        let count = cases.len();
+        cases.retain(|case| {
+            let id = case.id();
+            selection.matches(&id, case)
+                && properties::of(case).any(|property| selection.matches_property(&id, case, property.id))
+        });
+        if cases.is_empty() {
+            return Err(CommandError::NothingSelected(format!(
+                "none of the {count} cases of {} is selected; `shardcheck list` prints ids, `shardcheck explain \
+                 filter-expressions` lists what can be filtered by",
+                self.source()
+            )));
+        }
+        Ok((cases, selection))
+    }
+
+    /// Name of where the cases come from, for the run's header.
+    pub fn source(&self) -> String {
+        if self.files.is_empty() { self.suite.to_string() } else { "cases".to_owned() }
+    }
+}
+
+/// Reads a case file.
+pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
+    })?;
+    Case::from_json(&text).map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
+}

@@ -1,0 +1,74 @@
+//! `doctor`: what this machine and an engine can do.
+
+use std::collections::BTreeMap;
+
+use shardcheck_cases::{Case, SuiteName, suite};
+use shardcheck_engine::Engine;
+
+use crate::cli::CommandError;
+use crate::commands::run::machine;
+use crate::engines;
+use crate::finding::Finding;
+use crate::run::judge_case;
+use crate::status::Exit;
+
+/// Options of `doctor`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Engine to look at
+    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    engine: String,
+}
+
+/// Runs `doctor`.
+///
+/// # Errors
+/// [`CommandError`].
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    let engine = engines::open(&args.engine, None, 30.0).map_err(CommandError::usage)?;
+    let profile = engine.profile();
+    println!("shardcheck {} on {}", env!("CARGO_PKG_VERSION"), machine());
+    println!("engine {} {}", profile.engine, profile.version);
+    println!(
+        "rule sets: {}",
+        profile.rule_sets.iter().map(|rules| rules.name()).collect::<Vec<_>>().join(", ")
+    );
+    println!("\noperation        contract");
+    for (kind, operation) in &profile.operations {
+        let contract = operation.contract.as_ref().map_or_else(
+            || "none: it moves or counts and never rounds".to_owned(),
+            |contract| serde_json::to_string(contract).unwrap_or_default(),
+        );
+        println!("{:<16} {contract}", kind.name());
+    }
+    println!("\nfamily           tried  passed  other                           ms a case");
+    let mut failed = false;
+    for (family, cases) in by_family() {
+        let (mut passed, mut others, mut elapsed_s) = (0, BTreeMap::new(), 0.0);
+        for case in &cases {
+            let result = judge_case(case, engine.as_ref() as &dyn Engine, &|_| true);
+            elapsed_s += result.elapsed_s;
+            failed |= result.status.is_failure();
+            if result.checks.iter().any(|check| matches!(check.finding, Finding::Holds(_)))
+                && !result.status.is_failure()
+            {
+                passed += 1;
+            } else {
+                *others.entry(result.status.name()).or_insert(0) += 1;
+            }
+        }
+        let others: Vec<_> = others.into_iter().map(|(status, count)| format!("{count} {status}")).collect();
+        let per_case = 1e3 * elapsed_s / cases.len().max(1) as f64;
+        println!("{family:<16} {:>5}  {passed:>6}  {:<30} {per_case:>10.2}", cases.len(), others.join(", "));
+    }
+    Ok(if failed { Exit::Failed } else { Exit::Passed })
+}
+
+/// A few cases of each family of the smallest suite.
+fn by_family() -> BTreeMap<&'static str, Vec<Case>> {
+    let mut families: BTreeMap<&'static str, Vec<Case>> = BTreeMap::new();
+    for case in suite(SuiteName::EngineSmoke, 1) {
+        families.entry(case.family.name()).or_default().push(case);
+    }
+    families
+}

@@ -1,0 +1,182 @@
+//! `mutants`: the known faults, and which property kills which.
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::PathBuf;
+
+use shardcheck_cpu::{Fault, faults};
+
+use crate::cli::CommandError;
+use crate::commands::CaseArgs;
+use crate::engines;
+use crate::mutants::{Mutant, MutantState, try_all};
+use crate::properties;
+use crate::run::judge_case;
+use crate::status::Exit;
+
+/// Options of `mutants`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(subcommand)]
+    verb: MutantsVerb,
+}
+
+#[derive(Debug, clap::Subcommand)]
+enum MutantsVerb {
+    /// Print the faults: name, class, title
+    List {
+        /// What to print
+        #[arg(long, value_enum, default_value = "text", value_name = "FORMAT")]
+        format: Format,
+    },
+    /// Try faults on the cases of a suite; every one must be killed by a property that names it
+    Run(Box<RunArgs>),
+}
+
+#[derive(Debug, clap::Args)]
+struct RunArgs {
+    #[command(flatten)]
+    cases: CaseArgs,
+
+    /// Try these faults only
+    #[arg(long = "fault", value_name = "NAME")]
+    faults: Vec<String>,
+
+    /// What to print
+    #[arg(long, value_enum, default_value = "text", value_name = "FORMAT")]
+    format: Format,
+
+    /// Write the kill matrix as JSON as well
+    #[arg(long, value_name = "FILE")]
+    output: Option<PathBuf>,
+
+    /// Skip the check that the engine without a fault passes
+    #[arg(long)]
+    no_baseline: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Format {
+    /// Lines for people: the name is the first word.
+    Text,
+    /// JSON.
+    Json,
+    /// A Markdown table.
+    Markdown,
+}
+
+/// Runs `mutants`.
+///
+/// # Errors
+/// [`CommandError`].
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    match &args.verb {
+        MutantsVerb::List { format } => list(*format),
+        MutantsVerb::Run(args) => kill(args),
+    }
+}
+
+fn list(format: Format) -> Result<Exit, CommandError> {
+    let mut out = std::io::stdout().lock();
+    for fault in faults() {
+        let line = match format {
+            Format::Text => format!("{:<36} {:<17} {}", fault.name, fault.class.name(), fault.title),
+            Format::Json => serde_json::json!({
+                "name": fault.name, "class": fault.class.name(), "title": fault.title,
+                "bugs": fault.bugs, "killed_by": fault.killed_by,
+            })
+            .to_string(),
+            Format::Markdown => {
+                format!(
+                    "| {} | {} | {} | {} |",
+                    fault.name,
+                    fault.class.name(),
+                    fault.title,
+                    fault.bugs.join(", ")
+                )
+            }
+        };
+        if writeln!(out, "{line}").is_err() {
+            break;
+        }
+    }
+    Ok(Exit::Passed)
+}
+
+fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
+    let (cases, _) = args.cases.selected()?;
+    let chosen: Vec<&'static Fault> = if args.faults.is_empty() {
+        faults().iter().collect()
+    } else {
+        let find = |name: &String| engines::find_fault(name).map_err(CommandError::usage);
+        args.faults.iter().map(find).collect::<Result<_, _>>()?
+    };
+    if !args.no_baseline {
+        baseline(&cases)?;
+    }
+    let mutants = try_all(&chosen, &cases, &|_| {});
+    print(&mutants, args.format)?;
+    if let Some(path) = &args.output {
+        let text = serde_json::to_string_pretty(&document(&mutants)).map_err(CommandError::internal)?;
+        std::fs::write(path, text + "\n")
+            .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))?;
+    }
+    let killed = mutants.iter().filter(|mutant| mutant.state == MutantState::Killed).count();
+    eprintln!("{killed} of {} faults killed by a property that names them", mutants.len());
+    Ok(if killed == mutants.len() { Exit::Passed } else { Exit::MutantsSurvived })
+}
+
+/// A fault proves nothing where the healthy engine fails as well.
+fn baseline(cases: &[shardcheck_cases::Case]) -> Result<(), CommandError> {
+    use rayon::prelude::*;
+    let engine = shardcheck_cpu::engine();
+    let failed = cases.par_iter().find_map_first(|case| {
+        let result = judge_case(case, &engine, &|_| true);
+        result.status.is_failure().then_some(result)
+    });
+    match failed {
+        None => Ok(()),
+        Some(result) => Err(CommandError::BaselineFailed(format!(
+            "the engine fails without any fault on {} ({}): mend that first, `shardcheck replay '{}'` shows it",
+            result.id,
+            result.failures().map(|check| check.property.as_str()).collect::<Vec<_>>().join(", "),
+            result.id
+        ))),
+    }
+}
+
+/// The kill matrix: states by fault, never a score, and the faults that each property killed.
+fn document(mutants: &[Mutant]) -> serde_json::Value {
+    let mut by_property: BTreeMap<&str, Vec<&str>> = properties::all().map(|p| (p.id, Vec::new())).collect();
+    for mutant in mutants {
+        if let Some(property) = &mutant.property {
+            by_property.entry(property).or_default().push(&mutant.fault);
+        }
+    }
+    serde_json::json!({ "schema_version": 1, "mutants": mutants, "killed_by_property": by_property })
+}
+
+fn print(mutants: &[Mutant], format: Format) -> Result<(), CommandError> {
+    let mut out = std::io::stdout().lock();
+    if format == Format::Json {
+        let text = serde_json::to_string_pretty(&document(mutants)).map_err(CommandError::internal)?;
+        let _ = writeln!(out, "{text}");
+        return Ok(());
+    }
+    if format == Format::Markdown {
+        let _ = writeln!(out, "| fault | state | property | witness |\n|---|---|---|---|");
+    }
+    for mutant in mutants {
+        let property = mutant.property.as_deref().unwrap_or("-");
+        let case = mutant.case.as_deref().unwrap_or("-");
+        let (fault, state) = (&mutant.fault, mutant.state.name());
+        let line = match format {
+            Format::Markdown => format!("| {fault} | {state} | {property} | `{case}` |"),
+            _ => format!("{fault:<36} {state:<15} {property:<26} {case} (try {})", mutant.tried),
+        };
+        if writeln!(out, "{line}").is_err() {
+            break;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,97 @@
+//! `replay`: one case again, with everything that was found.
+
+use std::path::{Path, PathBuf};
+
+use shardcheck_cases::Case;
+
+use crate::cli::CommandError;
+use crate::commands::read_case;
+use crate::commands::reporting::full_text;
+use crate::engines;
+use crate::run::judge_case;
+use crate::run_directory::resolve;
+use crate::status::Exit;
+
+/// Options of `replay`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Case id, case file, folder of a stored case, or a run (all its failed cases)
+    #[arg(value_name = "ID|FILE|RUN")]
+    what: String,
+
+    /// Engine under test
+    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    engine: String,
+
+    /// Inject a known fault
+    #[arg(long, value_name = "NAME")]
+    fault: Option<String>,
+
+    /// Judge this property only
+    #[arg(long, value_name = "ID")]
+    property: Vec<String>,
+
+    /// Give an engine's step up after this many seconds
+    #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+    timeout_s: f64,
+
+    /// Folder that run folders lie in
+    #[arg(long, default_value = "runs", value_name = "DIR")]
+    runs: PathBuf,
+
+    /// Print the result as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Runs `replay`.
+///
+/// # Errors
+/// [`CommandError`].
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    for property in &args.property {
+        if crate::properties::find(property).is_none() {
+            return Err(CommandError::Usage(format!(
+                "no property has the id {property:?}; `shardcheck explain properties` lists them"
+            )));
+        }
+    }
+    let cases = find(args)?;
+    let engine =
+        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let only = |property: &crate::properties::Property| {
+        args.property.is_empty() || args.property.iter().any(|id| id == property.id)
+    };
+    let mut statuses = Vec::new();
+    for case in &cases {
+        let result = judge_case(case, engine.as_ref(), &only);
+        if args.json {
+            println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
+        } else {
+            print!("{}", full_text(&result, None));
+        }
+        statuses.push(result.status);
+    }
+    Ok(Exit::of(statuses))
+}
+
+fn find(args: &Args) -> Result<Vec<Case>, CommandError> {
+    let path = Path::new(&args.what);
+    if path.is_file() {
+        return Ok(vec![read_case(path)?]);
+    }
+    if path.join("case.json").is_file() {
+        return Ok(vec![read_case(&path.join("case.json"))?]);
+    }
+    match args.what.parse::<Case>() {
+        Ok(case) => Ok(vec![case]),
+        Err(error) => {
+            let Ok(run) = resolve(&args.runs, &args.what) else { return Err(CommandError::usage(error)) };
+            let record = crate::run_directory::read_events(&run).map_err(CommandError::usage)?;
+            if record.failed.is_empty() {
+                return Err(CommandError::NothingSelected(format!("no case of {} failed", run.display())));
+            }
+            Ok(record.failed.into_values().collect())
+        }
+    }
+}

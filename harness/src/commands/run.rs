@@ -1,0 +1,144 @@
+//! `run`: judge the cases of a suite on an engine.
+
+use std::path::PathBuf;
+
+use shardcheck_cases::{Case, SuiteName};
+
+use crate::cli::CommandError;
+use crate::commands::CaseArgs;
+use crate::commands::reporting::{Feed, ReportArgs, reporters};
+use crate::engines;
+use crate::event::{RESULTS_SCHEMA_VERSION, RunHeader};
+use crate::execute::{Plan, execute};
+use crate::record::RunRecord;
+use crate::run_directory::{RunDirectory, resolve};
+use crate::select::Selection;
+use crate::status::Exit;
+
+/// Options of `run`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    #[command(flatten)]
+    cases: CaseArgs,
+
+    /// Engine under test
+    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    engine: String,
+
+    /// Inject a known fault into the embedded engine: the run must fail then
+    #[arg(long, value_name = "NAME")]
+    fault: Option<String>,
+
+    /// Cases judged at the same time; the number of cores when not given
+    #[arg(long, short = 'j', value_name = "N")]
+    jobs: Option<usize>,
+
+    /// End the run with the first failure
+    #[arg(long)]
+    fail_fast: bool,
+
+    /// Leave out the known faults that a whole gate tries after its cases
+    #[arg(long)]
+    no_mutants: bool,
+
+    /// Give an engine's step up after this many seconds
+    #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+    timeout_s: f64,
+
+    /// Take up a run that was killed or cut short: `latest`, a run id or a path. Nothing is judged twice
+    #[arg(long, value_name = "RUN", num_args = 0..=1, default_missing_value = "latest")]
+    resume: Option<String>,
+
+    /// Folder that run folders are made in
+    #[arg(long, default_value = "runs", value_name = "DIR")]
+    runs: PathBuf,
+
+    #[command(flatten)]
+    report: ReportArgs,
+}
+
+/// Runs `run`.
+///
+/// # Errors
+/// [`CommandError`].
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    if !(args.timeout_s.is_finite() && args.timeout_s > 0.0) {
+        return Err(CommandError::Usage("--timeout-s takes a number of seconds above zero".to_owned()));
+    }
+    let engine =
+        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let (cases, selection) = args.cases.selected()?;
+    let jobs = match args.jobs {
+        Some(0) => return Err(CommandError::Usage("--jobs takes at least 1".to_owned())),
+        Some(jobs) => jobs,
+        None => std::thread::available_parallelism().map_or(2, usize::from),
+    };
+    let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
+    let header = header(args, &selection, cases.len(), profile)?;
+    let (mut directory, before) = folder(args, &header)?;
+    let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
+    let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
+    let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
+    let plan = Plan {
+        cases: &remaining,
+        selection: &selection,
+        engine: engine.as_ref(),
+        jobs,
+        fail_fast: args.fail_fast,
+        mutant_cases: &mutant_cases,
+        before: before.map(|record| record.cases).unwrap_or_default(),
+    };
+    let mut feed = Feed::new(reporters(&args.report, &directory));
+    let outcome =
+        execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
+    feed.finish()?;
+    Ok(outcome.exit)
+}
+
+/// A whole gate of the healthy embedded engine also tries the known faults.
+fn wants_mutants(args: &Args, selection: &Selection) -> bool {
+    args.cases.suite == SuiteName::Gate
+        && args.cases.files.is_empty()
+        && args.engine == "cpu"
+        && args.fault.is_none()
+        && !args.no_mutants
+        && selection.is_everything()
+}
+
+fn folder(args: &Args, header: &RunHeader) -> Result<(RunDirectory, Option<RunRecord>), CommandError> {
+    match &args.resume {
+        None => Ok((RunDirectory::create(&args.runs, header).map_err(CommandError::usage)?, None)),
+        Some(name) => {
+            let path = resolve(&args.runs, name).map_err(CommandError::usage)?;
+            let (directory, record) = RunDirectory::reopen(&path, header).map_err(CommandError::usage)?;
+            Ok((directory, Some(record)))
+        }
+    }
+}
+
+fn header(
+    args: &Args,
+    selection: &Selection,
+    selected: usize,
+    profile: serde_json::Value,
+) -> Result<RunHeader, CommandError> {
+    Ok(RunHeader {
+        schema_version: RESULTS_SCHEMA_VERSION,
+        tool_version: env!("CARGO_PKG_VERSION").to_owned(),
+        run_id: String::new(),
+        suite: args.cases.source(),
+        seed: args.cases.seed,
+        engine: args.engine.clone(),
+        fault: args.fault.clone(),
+        profile,
+        selection: serde_json::to_value(selection).map_err(CommandError::internal)?,
+        selected,
+        machine: machine(),
+    })
+}
+
+/// Operating system, architecture and cores.
+pub(crate) fn machine() -> String {
+    let cores = std::thread::available_parallelism().map_or(0, usize::from);
+    format!("{} {}, {cores} cores", std::env::consts::OS, std::env::consts::ARCH)
+}

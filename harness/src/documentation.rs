@@ -1,0 +1,178 @@
+//! Keeps the pages in `docs/` equal to the vocabularies that they describe.
+//!
+//! `SHARDCHECK_BLESS=1 cargo test -p shardcheck documentation` writes the generated parts anew.
+
+use std::fs;
+use std::path::PathBuf;
+
+use serde_json::Value;
+
+use crate::event::{Event, RESULTS_SCHEMA_VERSION};
+use crate::explain;
+use crate::sample;
+use crate::select::Expression;
+
+const BLESS: &str = "SHARDCHECK_BLESS";
+const END: &str = "<!-- end generated -->";
+
+fn page_path(name: &str) -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../docs").join(name)
+}
+
+fn page(name: &str) -> String {
+    fs::read_to_string(page_path(name)).unwrap_or_else(|error| panic!("docs/{name}: {error}"))
+}
+
+/// The page with one generated part replaced.
+fn with_part(page: &str, part: &str, content: &str) -> String {
+    let start_mark = format!("<!-- generated: {part} -->\n");
+    let start =
+        page.find(&start_mark).unwrap_or_else(|| panic!("{start_mark:?} is missing")) + start_mark.len();
+    let end = start + page[start..].find(END).unwrap_or_else(|| panic!("{part} is not closed"));
+    format!("{}{}{}", &page[..start], content, &page[end..])
+}
+
+/// Compares the generated parts of a page, or writes them when asked to.
+fn check(name: &str, parts: &[(&str, String)]) {
+    let found = page(name);
+    let expected = parts.iter().fold(found.clone(), |text, (part, content)| with_part(&text, part, content));
+    if found == expected {
+        return;
+    }
+    if std::env::var_os(BLESS).is_some_and(|value| value == "1") {
+        fs::write(page_path(name), expected).unwrap();
+        return;
+    }
+    let line = found.lines().zip(expected.lines()).position(|(a, b)| a != b).unwrap_or(0);
+    panic!(
+        "docs/{name} is stale at line {}:\n  found     {:?}\n  expected  {:?}\n`{BLESS}=1 cargo test -p shardcheck documentation` \
+         writes it anew",
+        line + 1,
+        found.lines().nth(line).unwrap_or_default(),
+        expected.lines().nth(line).unwrap_or_default()
+    );
+}
+
+fn event_lines() -> Vec<String> {
+    let mut kinds = Vec::new();
+    let mut lines = Vec::new();
+    for event in sample::events(&sample::header()) {
+        let value = serde_json::to_value(&event).unwrap();
+        let last = value["checks"].as_array().and_then(|checks| checks.last());
+        let kind = match (&event, last) {
+            (Event::RunStarted(_) | Event::CaseFailed { .. }, _) => continue,
+            (_, Some(check)) => check["finding"].as_object().unwrap().keys().next().unwrap().clone(),
+            _ => value["event"].as_str().unwrap().to_owned(),
+        };
+        if !kinds.contains(&kind) {
+            kinds.push(kind);
+            lines.push(serde_json::to_string(&event).unwrap());
+        }
+    }
+    lines
+}
+
+#[test]
+fn the_page_on_verdicts_and_exit_codes_holds_what_the_enums_say() {
+    check(
+        "exit-codes.md",
+        &[
+            ("statuses", explain::statuses().to_markdown()),
+            ("exit-codes", explain::exit_codes().to_markdown()),
+        ],
+    );
+}
+
+#[test]
+fn the_page_on_selection_lists_every_axis() {
+    let error = Expression::parse("family(verify) & probe(cld)").unwrap_err();
+    check(
+        "selection.md",
+        &[
+            ("expression-examples", explain::expression_examples().to_markdown()),
+            ("expression-error", format!("```text\n{error}\n```\n")),
+            ("axes", explain::axes().to_markdown()),
+        ],
+    );
+}
+
+#[test]
+fn the_page_on_results_shows_events_as_they_are_written() {
+    check(
+        "results.md",
+        &[
+            ("events", format!("```json\n{}\n```\n", event_lines().join("\n"))),
+            ("junit-mapping", explain::junit_mapping().to_markdown()),
+        ],
+    );
+}
+
+#[test]
+fn the_page_on_results_names_every_field_and_the_version() {
+    fn names(value: &Value, into: &mut Vec<String>) {
+        match value {
+            Value::Object(map) => {
+                for (name, value) in map {
+                    into.push(name.clone());
+                    // the case has a page of its own, the profile is the engine's, and counts are keyed by verdict
+                    if !["case", "profile", "counts"].contains(&name.as_str()) {
+                        names(value, into);
+                    }
+                }
+            }
+            Value::Array(list) => list.iter().for_each(|value| names(value, into)),
+            _ => {}
+        }
+    }
+    let text = page("results.md");
+    let mut fields = Vec::new();
+    for event in sample::events(&sample::header()) {
+        names(&serde_json::to_value(&event).unwrap(), &mut fields);
+    }
+    names(&serde_json::to_value(sample::record().results()).unwrap(), &mut fields);
+    fields.sort_unstable();
+    fields.dedup();
+    assert!(fields.len() > 40, "{fields:?}");
+    for field in fields {
+        assert!(text.contains(&format!("`{field}`")), "`{field}` is not in docs/results.md");
+    }
+    for event in sample::events(&sample::header()) {
+        let kind = serde_json::to_value(&event).unwrap()["event"].as_str().unwrap().to_owned();
+        assert!(text.contains(&format!("| `{kind}` |")), "{kind} has no row in docs/results.md");
+    }
+    let version = format!("<!-- version -->{RESULTS_SCHEMA_VERSION}<!-- end version -->");
+    assert!(text.contains(&version), "docs/results.md must say {version}");
+}
+
+#[test]
+fn every_example_expression_of_the_pages_parses() {
+    // fenced blocks show an expression that does not parse; a table escapes its bars
+    let text: String = page("selection.md").split("```").step_by(2).collect();
+    let text = text.replace("\\|", "|");
+    let mut parsed = 0;
+    for atom in text.split('`').skip(1).step_by(2).filter(|code| code.contains('(') && code.ends_with(')')) {
+        if let Some(name) = atom.strip_suffix("(…)") {
+            assert!(crate::select::Axis::find(name).is_some(), "{atom}");
+            continue;
+        }
+        Expression::parse(atom).unwrap_or_else(|error| panic!("{error}"));
+        parsed += 1;
+    }
+    assert!(parsed >= 8, "{parsed}");
+}
+
+#[test]
+fn links_between_the_pages_lead_somewhere() {
+    for name in ["exit-codes.md", "results.md", "selection.md"] {
+        let text = page(name);
+        for link in text.split("](").skip(1).map(|rest| rest[..rest.find(')').unwrap()].to_owned()) {
+            let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
+            let target = page(file);
+            let heading = format!("# {anchor}").to_lowercase();
+            assert!(
+                target.to_lowercase().contains(&heading) || anchor.is_empty(),
+                "{name}: {link} leads nowhere"
+            );
+        }
+    }
+}

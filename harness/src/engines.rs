@@ -1,0 +1,66 @@
+//! Engines by the name that the command line gives them.
+
+use std::time::Duration;
+
+use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
+use shardcheck_engine::Engine;
+
+use crate::nearest::nearest;
+
+/// An engine that can't be had.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum EngineChoiceError {
+    /// No engine of that name.
+    #[error("unknown engine {name:?}; this program holds: cpu")]
+    UnknownEngine {
+        /// Name that was given.
+        name: String,
+    },
+    /// No fault of that name.
+    #[error("unknown fault {name:?}{}; `shardcheck mutants list` lists them", hint(suggestion.as_deref()))]
+    UnknownFault {
+        /// Name that was given.
+        name: String,
+        /// The known name that looks most like it.
+        suggestion: Option<String>,
+    },
+    /// A contract that would pass anything.
+    #[error("the engine's profile is refused: {0}")]
+    Profile(String),
+}
+
+fn hint(suggestion: Option<&str>) -> String {
+    suggestion.map_or_else(String::new, |name| format!("; did you mean {name:?}?"))
+}
+
+/// Opens an engine, with a fault where one is asked for. `timeout_s` ends a step that does not come back.
+///
+/// # Errors
+/// [`EngineChoiceError`]; all of them are usage errors.
+pub fn open(
+    name: &str,
+    fault_name: Option<&str>,
+    timeout_s: f64,
+) -> Result<Box<dyn Engine>, EngineChoiceError> {
+    if name != "cpu" {
+        return Err(EngineChoiceError::UnknownEngine { name: name.to_owned() });
+    }
+    let engine = match fault_name {
+        None => shardcheck_cpu::engine(),
+        Some(name) => CpuEngine::with_fault(find_fault(name)?),
+    };
+    let engine = engine.with_timeout(Duration::from_secs_f64(timeout_s));
+    engine.profile().check().map_err(EngineChoiceError::Profile)?;
+    Ok(Box::new(engine))
+}
+
+/// The fault of that name.
+///
+/// # Errors
+/// [`EngineChoiceError::UnknownFault`].
+pub fn find_fault(name: &str) -> Result<&'static Fault, EngineChoiceError> {
+    fault(name).ok_or_else(|| EngineChoiceError::UnknownFault {
+        name: name.to_owned(),
+        suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
+    })
+}

@@ -1,0 +1,134 @@
+//! Topics that are more than one table.
+
+use shardcheck_cases::{Body, CASE_SCHEMA_VERSION, Case, MergePattern, StateView, rules};
+use shardcheck_engine::{OperationKind, Provenance, RuleSetName};
+
+use super::{Table, axes};
+use crate::select::Expression;
+
+/// Expressions that `explain filter-expressions` and docs/selection.md show, with what they select.
+const EXAMPLES: [(&str, &str); 7] = [
+    ("family(verify) & world(>=4)", "verification over four ranks or more"),
+    ("probe(cold | hot) & not model(tiny-mla)", "two probes, but not on that model"),
+    ("kv(e4m3fn) & (q(1) | padded(>0))", "an fp8 cache, with one row a request or with graph padding"),
+    (
+        "tokens(1000..=4000) & backend(a2a)",
+        "contexts of a thousand to four thousand tokens, merged by all-to-all",
+    ),
+    ("id(~tp8.dcp4)", "ids with a part in them; a bare text means the same"),
+    ("id(/decode/*/cold/*/)", "whole ids by a pattern: `*` for any characters, `?` for one"),
+    ("prop(/merge*/) & world(2)", "properties of that name, on cases of two ranks"),
+];
+
+/// Ids of the cases that `explain case-json` shows.
+const CASES: [(&str, &str); 2] = [
+    (
+        "attention on caches",
+        "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
+    ),
+    ("a merge of given states", "merge_partials/w3.t4.h2.d16.bf16.a2a.hi_lo/some_empty/sliced/7"),
+];
+
+/// Operations and the tensors of each.
+pub fn operations() -> String {
+    let mut text = String::from(
+        "Shapes use: n requests, T query rows with graph padding, ranks = tp, H query heads of a rank, Hall = H·tp,\n\
+         Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size.\n",
+    );
+    for kind in OperationKind::ALL {
+        let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);
+        text += &format!("\n{kind}\n");
+        for line in
+            Table::new(["tensor", "who makes it", "type and shape", "what it holds"], rows).to_text().lines()
+        {
+            text += &format!("  {line}\n");
+        }
+    }
+    text
+}
+
+/// Expressions and what they select.
+pub fn expression_examples() -> Table {
+    Table::new(["expression", "selects"], EXAMPLES.map(|(text, what)| [format!("`{text}`"), what.to_owned()]))
+}
+
+/// The language of `-E`.
+pub fn filter_expressions() -> String {
+    debug_assert!(EXAMPLES.iter().all(|(text, _)| Expression::parse(text).is_ok()));
+    format!(
+        "An atom is an axis with values in parentheses; `|` between values means any of them.\n\
+         Atoms combine with `&` (and), `|` (or), `not` (`!`) and parentheses; `not` binds tightest, then `and`, then `or`.\n\
+         Numbers: 4, !=4, <4, <=4, >4, >=4, and 2..=8 with both ends.\n\
+         Texts: ~part, =whole, /glob/, and \"…\" around a text with special characters.\n\
+         An atom whose axis means nothing for a case does not hold for it.\n\n{}\n{}",
+        expression_examples().to_text(),
+        axes().to_text()
+    )
+}
+
+/// A case as a file, by example.
+pub fn case_json() -> String {
+    let names = |names: &[&str]| names.join(", ");
+    let mut text = format!(
+        "A case file is one JSON object of schema version {CASE_SCHEMA_VERSION}. Unknown fields are refused, so that a typo can't turn\n\
+         a test into a no-op. `shardcheck replay FILE` runs it; an id does the same.\n"
+    );
+    for (what, id) in CASES {
+        let case: Case = id.parse().unwrap_or_else(|error| panic!("the example parses: {error}"));
+        text += &format!("\n{what}\n{id}\n{}\n", case.to_json().trim_end());
+    }
+    if let Some(rule) = RuleSetName::ALL.into_iter().find_map(|set| rules::rule_set(set).first()) {
+        let case = Case::rules(rule.clone());
+        debug_assert!(matches!(case.body, Body::Rules(_)));
+        text += &format!("\na configuration rule\n{}\n{}\n", case.id(), case.to_json().trim_end());
+    }
+    text += &format!(
+        "\npatterns of given states: {}\nviews of given states: {}\n",
+        names(&MergePattern::ALL.map(MergePattern::name)),
+        names(&StateView::ALL.map(StateView::name)),
+    );
+    text + "`shardcheck explain families`, `probes` and `filter-expressions` list the other names.\n"
+}
+
+fn provenance(provenance: Provenance) -> &'static str {
+    match provenance {
+        Provenance::Given => "given",
+        Provenance::Derived => "given or derived",
+        Provenance::Output => "engine",
+        Provenance::Observable => "engine, optional",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_example_expression_parses() {
+        for (text, _) in EXAMPLES {
+            Expression::parse(text).unwrap_or_else(|error| panic!("{error}"));
+            assert!(filter_expressions().contains(text));
+        }
+    }
+
+    #[test]
+    fn every_example_case_is_its_own_id_and_reads_back_from_the_text() {
+        let text = case_json();
+        for (_, id) in CASES {
+            let case: Case = id.parse().unwrap();
+            assert_eq!(case.id(), id);
+            let json = &text[text.find(id).unwrap() + id.len()..];
+            let json = &json[..json.find("\n}\n").unwrap() + 3];
+            assert_eq!(Case::from_json(json).unwrap(), case);
+        }
+    }
+
+    #[test]
+    fn every_operation_lists_its_tensors() {
+        let text = operations();
+        for kind in OperationKind::ALL {
+            let block = &text[text.find(&format!("\n{kind}\n")).unwrap()..];
+            assert!(kind.tensors().iter().all(|tensor| block.contains(tensor.shape)), "{kind}");
+        }
+    }
+}

@@ -1,0 +1,258 @@
+//! The bench on which one case is judged: the case, its material, an engine, and what the engine was seen to do.
+//!
+//! Properties share observations: a case whose ten properties look at one decode step runs that step once.
+
+use std::cell::{OnceCell, RefCell};
+
+use shardcheck_cases::Case;
+use shardcheck_engine::{
+    Answer, Configuration, Engine, EngineError, Operation, Reply, Session, Tensor, Tensors,
+};
+use shardcheck_formats::Dtype;
+
+use crate::finding::{Failure, Finding, Stage};
+use crate::material::{AttentionMaterial, Material};
+use crate::merging::MergeMaterial;
+use crate::status::Status;
+
+/// Why a check ends before it has compared anything.
+#[derive(Debug, Clone)]
+pub enum Halt {
+    /// The engine does not do it.
+    Unsupported(String),
+    /// It can't be decided.
+    Inconclusive(String),
+    /// It does not hold.
+    Broken(Box<Failure>),
+    /// The engine failed.
+    Engine(Status, String),
+}
+
+impl From<EngineError> for Halt {
+    fn from(error: EngineError) -> Self {
+        let status = match error {
+            EngineError::Crash { .. } => Status::Crash,
+            EngineError::Timeout { .. } => Status::Timeout,
+            EngineError::DeviceLost { .. } => Status::DeviceLost,
+            EngineError::Input(_) => Status::HarnessError,
+        };
+        Self::Engine(status, error.to_string())
+    }
+}
+
+impl From<Failure> for Halt {
+    fn from(failure: Failure) -> Self {
+        Self::Broken(Box::new(failure))
+    }
+}
+
+impl From<Halt> for Finding {
+    fn from(halt: Halt) -> Self {
+        match halt {
+            Halt::Unsupported(why) => Self::Unsupported(why),
+            Halt::Inconclusive(why) => Self::Inconclusive(why),
+            Halt::Broken(failure) => Self::Broken(failure),
+            Halt::Engine(status, text) => Self::Engine { status, text },
+        }
+    }
+}
+
+/// A reply, and which inputs came back changed.
+#[derive(Debug, Clone)]
+pub struct Observed {
+    /// What the engine answered.
+    pub reply: Reply,
+    /// Inputs that the engine changed.
+    pub changed_inputs: Vec<String>,
+}
+
+impl Observed {
+    /// An output by name, with dtype and shape checked: a missing, mistyped or misshapen output is a failure of the
+    /// engine, never of the harness.
+    ///
+    /// # Errors
+    /// [`Halt::Broken`] that names what is wrong.
+    pub fn output(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&Tensor, Halt> {
+        let tensor =
+            self.reply.outputs.get(name).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
+        tensor.expect(name, dtype, shape).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
+        Ok(tensor)
+    }
+
+    /// An observable by name: `Unsupported` when the engine does not return it.
+    ///
+    /// # Errors
+    /// [`Halt::Unsupported`] when it is absent, [`Halt::Broken`] when it has the wrong dtype or shape.
+    pub fn observable(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&Tensor, Halt> {
+        match self.reply.outputs.find(name) {
+            None => Err(Halt::Unsupported(format!("the engine does not return {name}"))),
+            Some(_) => self.output(name, dtype, shape),
+        }
+    }
+}
+
+/// A session that counts what its steps changed.
+pub struct Run {
+    session: Box<dyn Session>,
+}
+
+impl Run {
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine refuses or fails.
+    pub fn open(engine: &dyn Engine, configuration: &Configuration) -> Result<Self, Halt> {
+        match engine.open(configuration)? {
+            Answer::Done(session) => Ok(Self { session }),
+            Answer::Unsupported(why) => Err(Halt::Unsupported(why)),
+        }
+    }
+
+    /// Performs one step and notes which inputs came back changed.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not do it or fails.
+    pub fn step(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Observed, Halt> {
+        let mut given = inputs.clone();
+        match self.session.step(operation, &mut given)? {
+            Answer::Unsupported(why) => Err(Halt::Unsupported(why)),
+            Answer::Done(reply) => {
+                let changed_inputs = inputs
+                    .iter()
+                    .filter(|(name, tensor)| given.find(name) != Some(tensor))
+                    .map(|(name, _)| name.to_owned())
+                    .collect();
+                Ok(Observed { reply, changed_inputs })
+            }
+        }
+    }
+}
+
+/// A bench.
+pub struct Laboratory<'a> {
+    /// The case.
+    pub case: &'a Case,
+    /// The engine under test.
+    pub engine: &'a dyn Engine,
+    /// Inputs and oracle, shared by all engines that this case is tried on.
+    pub material: &'a Material,
+    base: OnceCell<Result<Observed, Halt>>,
+    written: OnceCell<Result<Written, Halt>>,
+    session: RefCell<Option<Run>>,
+}
+
+/// What the write of a case's tokens was seen to do.
+#[derive(Debug, Clone)]
+pub struct Written {
+    /// Caches before.
+    pub before: Reply,
+    /// The write.
+    pub write: Observed,
+    /// Caches after.
+    pub after: Reply,
+}
+
+impl<'a> Laboratory<'a> {
+    /// A bench with nothing observed yet.
+    pub fn new(case: &'a Case, engine: &'a dyn Engine, material: &'a Material) -> Self {
+        Self {
+            case,
+            engine,
+            material,
+            base: OnceCell::new(),
+            written: OnceCell::new(),
+            session: RefCell::new(None),
+        }
+    }
+
+    /// Material of an attention case.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn attention(&self) -> &'a AttentionMaterial {
+        match self.material {
+            Material::Attention(material) => material,
+            _ => panic!("an attention property on the case {}", self.case.id()),
+        }
+    }
+
+    /// Material of a merge case.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn merging(&self) -> &'a MergeMaterial {
+        match self.material {
+            Material::Merge(material) => material,
+            _ => panic!("a merge property on the case {}", self.case.id()),
+        }
+    }
+
+    /// The one step that the case is about, performed once: layout, attend, attend-context, or merge.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not do it or fails; the same one each time.
+    pub fn observed(&self) -> Result<&Observed, Halt> {
+        self.base.get_or_init(|| self.perform()).as_ref().map_err(Clone::clone)
+    }
+
+    /// The write of the case's tokens with the caches before and after, performed once.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not do it or fails.
+    pub fn written(&self) -> Result<&Written, Halt> {
+        let perform = || {
+            let material = self.attention();
+            let mut run = Run::open(self.engine, material.configuration())?;
+            if let Some(stale) = material.stale_inputs() {
+                run.step(&Operation::WriteKv, &stale)?;
+            }
+            let before = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
+            let write = run.step(&Operation::WriteKv, &material.write_inputs())?;
+            let after = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
+            Ok(Written { before, write, after })
+        };
+        self.written.get_or_init(perform).as_ref().map_err(Clone::clone)
+    }
+
+    /// The caches as they stand after [`Self::observed`].
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not return its caches.
+    pub fn caches_after(&self) -> Result<Reply, Halt> {
+        self.observed()?;
+        let mut session = self.session.borrow_mut();
+        let run = session.as_mut().ok_or_else(|| Halt::Unsupported("no session is open".to_owned()))?;
+        Ok(run.step(&Operation::ReadCache, &Tensors::new())?.reply)
+    }
+
+    fn perform(&self) -> Result<Observed, Halt> {
+        match self.material {
+            Material::Attention(material) => {
+                let (observed, run) = attend(self.engine, material)?;
+                *self.session.borrow_mut() = Some(run);
+                Ok(observed)
+            }
+            Material::Merge(material) => {
+                let mut run = Run::open(self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs.tensors)
+            }
+            Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),
+        }
+    }
+}
+
+/// Writes the tokens of `material` through the engine's own slot mapping, then performs its step.
+///
+/// # Errors
+/// [`Halt`] when the engine does not do it or fails.
+pub fn attend(engine: &dyn Engine, material: &AttentionMaterial) -> Result<(Observed, Run), Halt> {
+    let mut run = Run::open(engine, material.configuration())?;
+    if material.operation() != Operation::Layout {
+        if let Some(stale) = material.stale_inputs() {
+            run.step(&Operation::WriteKv, &stale)?;
+        }
+        run.step(&Operation::WriteKv, &material.write_inputs())?;
+    }
+    let observed = run.step(&material.operation(), &material.step_inputs())?;
+    Ok((observed, run))
+}

@@ -1,0 +1,34 @@
+//! The harness: select → run → judge → explain → report.
+
+pub mod cli;
+pub mod commands;
+pub mod diff;
+pub mod engines;
+pub mod event;
+pub mod execute;
+pub mod expected;
+pub mod explain;
+pub mod finding;
+pub mod golden;
+pub mod judge;
+pub mod laboratory;
+mod localise;
+pub mod material;
+pub mod merging;
+pub mod mutants;
+pub mod nearest;
+pub mod properties;
+pub mod record;
+pub mod recording;
+pub mod report;
+pub mod run;
+pub mod run_directory;
+pub mod select;
+pub mod status;
+pub mod store;
+pub mod summary;
+
+#[cfg(test)]
+mod documentation;
+#[cfg(test)]
+mod sample;

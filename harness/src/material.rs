@@ -1,0 +1,552 @@
+//! Material of a case: its inputs, and what the oracle says of them. Made once, shared by every engine the case is tried on.
+
+use std::collections::HashSet;
+use std::sync::OnceLock;
+
+use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, cache_code, generate};
+use shardcheck_engine::{
+    CommBackend, Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
+};
+use shardcheck_formats::{Contract, Merge};
+use shardcheck_references::layout::Layout;
+
+use crate::event::Coverage;
+use crate::expected::{self, Expected, ExpectedState};
+use crate::laboratory::{Halt, Observed};
+use crate::merging::MergeMaterial;
+
+/// Material by kind of case.
+pub enum Material {
+    /// Attention on an engine with caches.
+    Attention(Box<AttentionMaterial>),
+    /// Merge of given states.
+    Merge(Box<MergeMaterial>),
+    /// Configuration rules need none.
+    Rules,
+}
+
+impl Material {
+    /// Makes the material of `case` for an engine of that profile: its conventions decide what the cache holds, its
+    /// contract decides the bounds.
+    ///
+    /// # Errors
+    /// Why the case can't be judged against such an engine.
+    pub fn of(case: &Case, profile: &Profile) -> Result<Self, String> {
+        match &case.body {
+            Body::Attention(attention) => {
+                AttentionMaterial::new(case.family, attention.clone(), case.seed, profile)
+                    .map(|material| Self::Attention(Box::new(material)))
+            }
+            Body::Merge(merge) => MergeMaterial::new(case.family, merge, case.seed, profile)
+                .map(|material| Self::Merge(Box::new(material))),
+            Body::Rules(_) => Ok(Self::Rules),
+        }
+    }
+
+    /// What the case reaches, for the line against vacuity.
+    pub fn coverage(&self) -> Coverage {
+        match self {
+            Self::Attention(material) => material.coverage(),
+            Self::Merge(_) | Self::Rules => Coverage::default(),
+        }
+    }
+}
+
+/// Material of an attention case.
+pub struct AttentionMaterial {
+    /// The case.
+    pub case: AttentionCase,
+    /// Family: which step is asked for.
+    pub family: Family,
+    /// The published layout for the case's sizes.
+    pub layout: Layout,
+    /// `(request, row within the request)` of each row; `None` for padding.
+    pub rows: Vec<Option<(usize, usize)>>,
+    /// Conventions of the engine's operation.
+    pub conventions: Conventions,
+    pub(crate) inputs: Inputs,
+    pub(crate) held_keys: Vec<Vec<f32>>,
+    pub(crate) held_values: Vec<Vec<f32>>,
+    seed: u64,
+    profile: Profile,
+    expected: OnceLock<Result<Expected, String>>,
+    context: OnceLock<Result<ExpectedState, String>>,
+}
+
+/// Operation whose profile counts for a family.
+fn operation_of(family: Family) -> OperationKind {
+    match family {
+        Family::Layout => OperationKind::Layout,
+        Family::Write => OperationKind::WriteKv,
+        Family::Decode => OperationKind::Decode,
+        Family::Verify => OperationKind::Verify,
+        Family::Draft => OperationKind::Draft,
+        Family::Context => OperationKind::Context,
+        Family::MergePartials => OperationKind::MergePartials,
+        Family::MergeStates => OperationKind::MergeStates,
+        Family::MergeSegments => OperationKind::MergeSegments,
+        Family::PackLse => OperationKind::PackLse,
+        Family::Rules => OperationKind::Layout,
+    }
+}
+
+/// Contract of a family's operation with the merge that `backend` uses; `None` when the engine does not do it.
+///
+/// A profile declares one contract for an operation; which collectives merge is the configuration's choice, so the
+/// merge arithmetic follows the backend: AG+RS sums in the partial's own format.
+pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBackend) -> Option<Contract> {
+    let mut contract = profile.operation(operation_of(family))?.contract.clone()?;
+    contract.merge = match (backend, contract.merge) {
+        (CommBackend::A2a, _) => Merge::A2a,
+        (CommBackend::AgRs, Merge::AgRsF32) => Merge::AgRsF32,
+        (CommBackend::AgRs, _) => Merge::AgRsBf16,
+    };
+    Some(contract)
+}
+
+impl AttentionMaterial {
+    fn new(family: Family, case: AttentionCase, seed: u64, profile: &Profile) -> Result<Self, String> {
+        let inputs = generate(family, &case, seed);
+        Self::over(family, case, seed, profile, inputs)
+    }
+
+    fn over(
+        family: Family,
+        case: AttentionCase,
+        seed: u64,
+        profile: &Profile,
+        inputs: Inputs,
+    ) -> Result<Self, String> {
+        let configuration = &case.configuration;
+        let layout = Layout::new(configuration.dcp, configuration.interleave, configuration.block_size)
+            .map_err(|error| error.to_string())?;
+        let writes = profile.operation(OperationKind::WriteKv).or(profile.operation(operation_of(family)));
+        let conventions = match profile.operation(operation_of(family)).or(writes) {
+            Some(operation) => operation.conventions.clone(),
+            None => return Err(format!("the engine does not declare {}", operation_of(family))),
+        };
+        let cast = writes.map_or(&conventions, |operation| &operation.conventions);
+        let held_keys = inputs.held_keys(cast);
+        let held_values = inputs.held_values(cast);
+        let rows = case.workload.rows();
+        Ok(Self {
+            rows,
+            family,
+            layout,
+            conventions,
+            held_keys,
+            held_values,
+            inputs,
+            seed,
+            profile: profile.clone(),
+            case,
+            expected: OnceLock::new(),
+            context: OnceLock::new(),
+        })
+    }
+
+    /// The same data for a changed case; `change` must not touch what the data depend on.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when the changed case contradicts itself.
+    pub fn variant(&self, case: AttentionCase) -> Result<Self, Halt> {
+        case.configuration.check().map_err(|error| Halt::Inconclusive(error.to_string()))?;
+        if case.workload != self.case.workload {
+            return Self::new(self.family, case, self.seed, &self.profile).map_err(Halt::Inconclusive);
+        }
+        // values of the token-code probe spell a place in the layout, so the data must not be drawn again for another one
+        let inputs = self.inputs.relaid(&case.configuration, self.seed);
+        Self::over(self.family, case, self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
+    }
+
+    /// The case with `request` alone in its batch, with the same tokens.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn alone(&self, request: usize) -> Result<Self, Halt> {
+        let mut case = self.case.clone();
+        case.workload.requests = vec![self.case.workload.requests[request]];
+        case.workload.padded_rows = 0;
+        let whole = &self.inputs;
+        let first = self.case.workload.query_start_loc()[request] as usize;
+        let row = self.heads() * self.configuration().attention.qk_dim();
+        let rows = first * row..(first + case.workload.query_rows()) * row;
+        let inputs = Inputs {
+            family: self.family,
+            case: case.clone(),
+            query: whole.query[rows].to_vec(),
+            keys: vec![whole.keys[request].clone()],
+            values: vec![whole.values[request].clone()],
+            stale_keys: vec![whole.stale_keys[request].clone()],
+            stale_values: vec![whole.stale_values[request].clone()],
+            w_uv: whole.w_uv.clone(),
+            block_table: self.block_table(request).to_vec(),
+            width: whole.width,
+        };
+        Self::over(self.family, case, self.seed, &self.profile, inputs).map_err(Halt::Inconclusive)
+    }
+
+    /// The same case in which every token behind the first new row of its request is another one.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn with_other_future(&self) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        for (index, request) in self.case.workload.requests.iter().enumerate() {
+            let attention = self.configuration().attention;
+            let hidden = request.context_tokens + 1;
+            for (tokens, width) in [
+                (&mut inputs.keys[index], attention.qk_dim()),
+                (&mut inputs.values[index], attention.value_dim()),
+            ] {
+                let from = (hidden * attention.kv_heads() * width).min(tokens.len());
+                tokens[from..].iter_mut().for_each(|value| *value = -*value);
+            }
+        }
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
+            .map_err(Halt::Inconclusive)
+    }
+
+    /// The same case with keys and values multiplied by `factor`, a power of two.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn magnified(&self, factor: f32) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        for tokens in [&mut inputs.keys, &mut inputs.values] {
+            tokens.iter_mut().flatten().for_each(|value| *value *= factor);
+        }
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
+            .map_err(Halt::Inconclusive)
+    }
+
+    /// What the session is opened with.
+    pub fn configuration(&self) -> &Configuration {
+        &self.case.configuration
+    }
+
+    /// The step that the case is about.
+    pub fn operation(&self) -> Operation {
+        match self.family {
+            Family::Draft => Operation::Attend { mask: Mask::Bidirectional },
+            Family::Context => {
+                Operation::AttendContext { chunk_budget_tokens: self.case.workload.chunk_budget_tokens }
+            }
+            Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
+            _ => Operation::Layout,
+        }
+    }
+
+    /// Inputs of the write that precedes the step: all tokens for attention over a cache, the context alone for the
+    /// context family, whose new tokens come with the step.
+    pub fn write_inputs(&self) -> Tensors {
+        match self.family {
+            Family::Context => self.inputs.write_context(),
+            _ => self.inputs.write_kv(),
+        }
+    }
+
+    /// Inputs of a write that comes before all others: tokens that nothing may read, as rejected drafts leave them.
+    pub fn stale_inputs(&self) -> Option<Tensors> {
+        self.inputs.write_stale()
+    }
+
+    /// Inputs of the step.
+    pub fn step_inputs(&self) -> Tensors {
+        match self.family {
+            Family::Context => self.inputs.attend_context(),
+            Family::Decode | Family::Verify | Family::Draft => self.inputs.attend(),
+            _ => self.inputs.layout(),
+        }
+    }
+
+    /// Caches laid out by the harness, as inputs of a `LoadCache` step.
+    pub fn laid_out_caches(&self) -> Tensors {
+        let mut tensors = Tensors::new();
+        for name in self.cache_names() {
+            let shape = self.cache_shape(name);
+            let width: usize = shape[3..].iter().product();
+            let slots = shape[1] * shape[2];
+            let dtype = self.configuration().kv_dtype;
+            let nan = shardcheck_formats::encode(dtype, f64::NAN, shardcheck_formats::Overflow::NonFinite);
+            let mut codes = vec![nan; shape.iter().product()];
+            for (request, spec) in self.case.workload.requests.iter().enumerate() {
+                let stored = self.cache_codes(name, request);
+                for position in 0..stored.len() / width {
+                    if position >= self.stored_tokens(*spec) + self.stale_tokens(request) {
+                        break;
+                    }
+                    for rank in 0..self.ranks() {
+                        let slot = self.layout.slot(position, self.dcp_rank(rank), self.block_table(request));
+                        let Ok(slot) = usize::try_from(slot) else { continue };
+                        let to = (rank * slots + slot) * width;
+                        codes[to..to + width]
+                            .copy_from_slice(&stored[position * width..(position + 1) * width]);
+                    }
+                }
+            }
+            tensors.insert(name, shardcheck_engine::Tensor::from_codes(dtype, &shape, &codes));
+        }
+        tensors
+    }
+
+    /// Whether `caches` hold every stored token where the published layout puts it.
+    pub(crate) fn caches_are_right(&self, caches: &Reply) -> bool {
+        let wanted = self.laid_out_caches();
+        self.cache_names().into_iter().all(|name| {
+            let (Ok(wanted), Some(seen)) = (wanted.get(name), caches.outputs.find(name)) else {
+                return false;
+            };
+            if seen.shape() != wanted.shape() || seen.dtype() != wanted.dtype() {
+                return false;
+            }
+            let width: usize = wanted.shape()[3..].iter().product();
+            let (wanted, seen) = (wanted.to_codes(), seen.to_codes());
+            let slots = self.configuration().blocks * self.configuration().block_size;
+            (0..self.ranks()).all(|rank| {
+                self.owned_slots(rank).into_iter().all(|slot| {
+                    let range = (rank * slots + slot) * width..(rank * slots + slot + 1) * width;
+                    wanted[range.clone()] == seen[range]
+                })
+            })
+        })
+    }
+
+    fn cache_names(&self) -> Vec<&'static str> {
+        if self.configuration().attention.is_mla() {
+            vec!["key_cache"]
+        } else {
+            vec!["key_cache", "value_cache"]
+        }
+    }
+
+    /// Shape of a cache: `[ranks, blocks, B, K, D]`.
+    pub fn cache_shape(&self, name: &str) -> Vec<usize> {
+        let configuration = self.configuration();
+        let attention = configuration.attention;
+        let width = if name == "key_cache" { attention.qk_dim() } else { attention.value_dim() };
+        vec![self.ranks(), configuration.blocks, configuration.block_size, attention.kv_heads(), width]
+    }
+
+    /// Codes that the cache holds for the tokens of a request and for the stale tokens behind them, `[tokens, K, D]`.
+    pub fn cache_codes(&self, name: &str, request: usize) -> Vec<u64> {
+        let conventions = self.profile.operation(OperationKind::WriteKv).map(|o| &o.conventions);
+        let conventions = conventions.unwrap_or(&self.conventions);
+        let inputs = &self.inputs;
+        let (fresh, stale) = if name == "key_cache" {
+            (&inputs.keys[request], &inputs.stale_keys[request])
+        } else {
+            (&inputs.values[request], &inputs.stale_values[request])
+        };
+        let width: usize = self.cache_shape(name)[3..].iter().product();
+        let stored = self.stored_tokens(self.case.workload.requests[request]) * width;
+        let tokens = fresh[..stored].iter().chain(stale);
+        tokens.map(|value| cache_code(self.configuration(), conventions, *value)).collect()
+    }
+
+    /// Tokens of a request that were written behind its own before everything else.
+    fn stale_tokens(&self, request: usize) -> usize {
+        let attention = self.configuration().attention;
+        self.inputs.stale_keys[request].len() / (attention.kv_heads() * attention.qk_dim())
+    }
+
+    /// Tokens of a request that lie in the cache before the step.
+    fn stored_tokens(&self, request: Request) -> usize {
+        if self.family == Family::Context { request.context_tokens } else { request.seq_len() }
+    }
+
+    /// Requests and positions of the tokens of [`Self::write_inputs`], in order; request −1 is padding.
+    pub fn written_tokens(&self) -> (Vec<i64>, Vec<i64>) {
+        let inputs = self.write_inputs();
+        let read = |name: &str| inputs.get(name).map(shardcheck_engine::Tensor::to_i64).unwrap_or_default();
+        (read("requests"), read("positions"))
+    }
+
+    /// Slots of a rank that hold a token of the batch.
+    pub fn owned_slots(&self, rank: usize) -> HashSet<usize> {
+        let mut owned = HashSet::new();
+        for (index, request) in self.case.workload.requests.iter().enumerate() {
+            for position in 0..self.stored_tokens(*request) {
+                let slot = self.layout.slot(position, self.dcp_rank(rank), self.block_table(index));
+                owned.extend(usize::try_from(slot).ok());
+            }
+        }
+        owned
+    }
+
+    /// Block table of a request, unused entries included.
+    pub fn block_table(&self, request: usize) -> &[i32] {
+        let width = self.inputs.width;
+        &self.inputs.block_table[request * width..(request + 1) * width]
+    }
+
+    /// Block-table entries that a request needs.
+    pub fn used_blocks(&self, request: usize) -> &[i32] {
+        let needed = self.layout.blocks_needed(self.case.workload.requests[request].seq_len());
+        &self.block_table(request)[..needed]
+    }
+
+    /// `(request, position)` of a token in the flattened batch.
+    pub fn token_at(&self, flat: usize) -> (usize, usize) {
+        let mut rest = flat;
+        for (index, request) in self.case.workload.requests.iter().enumerate() {
+            if rest < request.seq_len() {
+                return (index, rest);
+            }
+            rest -= request.seq_len();
+        }
+        (self.case.workload.requests.len(), rest)
+    }
+
+    /// Query of a row and head of all ranks, `[Dk]`.
+    pub fn query(&self, row: usize, head: usize) -> &[f32] {
+        let dim = self.configuration().attention.qk_dim();
+        let base = (row * self.heads() + head) * dim;
+        &self.inputs.query[base..base + dim]
+    }
+
+    /// Keys of a request as the cache holds them, `[L, K, Dk]`.
+    pub fn held_keys(&self, request: usize) -> &[f32] {
+        &self.held_keys[request]
+    }
+
+    /// Whether the step applies an up-projection.
+    pub fn is_projected(&self) -> bool {
+        self.inputs.w_uv.is_some() && self.family != Family::Context
+    }
+
+    /// Up-projection of a group's heads, `[Hg, Dv, V]`, where the step applies one.
+    pub fn up_projection(&self, group: usize) -> Option<&[f32]> {
+        let configuration = self.configuration();
+        let attention = configuration.attention;
+        let size = configuration.gathered_heads() * attention.value_dim() * attention.v_head_dim();
+        let weights = self.inputs.w_uv.as_ref().filter(|_| self.is_projected())?;
+        Some(&weights[group * size..(group + 1) * size])
+    }
+
+    /// Number of ranks.
+    pub fn ranks(&self) -> usize {
+        self.configuration().tp
+    }
+
+    /// Query heads of all ranks.
+    pub fn heads(&self) -> usize {
+        self.configuration().total_heads()
+    }
+
+    /// Rank within its decode-context-parallel group.
+    pub fn dcp_rank(&self, rank: usize) -> usize {
+        rank % self.configuration().dcp
+    }
+
+    /// Shape of `out`: `[ranks, T, H, D]`.
+    pub fn output_shape(&self) -> Vec<usize> {
+        let configuration = self.configuration();
+        let attention = configuration.attention;
+        let dim = if self.is_projected() { attention.v_head_dim() } else { attention.value_dim() };
+        vec![self.ranks(), self.rows.len(), configuration.heads_per_rank, dim]
+    }
+
+    /// Width that the exchange carries: read off the reply's partials, the cache's value width without them.
+    pub fn exchanged_dim(&self, observed: &Observed) -> usize {
+        let seen = observed.reply.outputs.find("partial_out").and_then(|t| t.shape().last().copied());
+        seen.unwrap_or(self.configuration().attention.value_dim())
+    }
+
+    /// Tokens that a row sees in all: 0 for padding.
+    pub fn visible_tokens(&self, row: usize) -> usize {
+        let Some((request, t)) = self.rows[row] else { return 0 };
+        let spec = self.case.workload.requests[request];
+        match self.family {
+            Family::Draft => spec.seq_len(),
+            _ => self.layout.row_boundary(spec.seq_len(), spec.query_tokens, t),
+        }
+    }
+
+    /// Tokens that a row sees on a rank of its group.
+    pub fn local_visible_tokens(&self, row: usize, dcp_rank: usize) -> usize {
+        self.layout.local_len(self.visible_tokens(row), dcp_rank)
+    }
+
+    /// What the oracle allows.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when no bound can be derived.
+    pub fn expected(&self) -> Result<&Expected, Halt> {
+        let make = || {
+            let contract = self.contract()?;
+            expected::attention(self, &contract)
+        };
+        self.expected.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
+    }
+
+    /// What the oracle allows for the state of the cached context alone.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when no bound can be derived.
+    pub fn expected_context(&self) -> Result<&ExpectedState, Halt> {
+        let make = || {
+            let contract = self.contract()?;
+            expected::context_state(self, &contract)
+        };
+        self.context.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
+    }
+
+    fn contract(&self) -> Result<Contract, String> {
+        contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
+            format!("the engine declares no rounding contract for {}", operation_of(self.family))
+        })
+    }
+
+    /// Name of a row: request, row, position.
+    pub fn row_name(&self, row: usize) -> String {
+        match self.rows.get(row).copied().flatten() {
+            None => format!("padding row {row}"),
+            Some((request, t)) => {
+                let spec = self.case.workload.requests[request];
+                format!(
+                    "request {request} row {t} of {} (position {})",
+                    spec.query_tokens,
+                    spec.context_tokens + t
+                )
+            }
+        }
+    }
+
+    /// Place of a flat index over named axes; an axis named `row` is spelled out.
+    pub fn place(&self, flat: usize, axes: &[(&'static str, usize)]) -> String {
+        let mut rest = flat;
+        let mut words = Vec::new();
+        for (name, extent) in axes.iter().rev() {
+            let index = rest % extent.max(&1);
+            rest /= extent.max(&1);
+            words.push(if *name == "row" { self.row_name(index) } else { format!("{name} {index}") });
+        }
+        words.reverse();
+        words.join(", ")
+    }
+
+    fn coverage(&self) -> Coverage {
+        let rows = self.rows.iter().flatten();
+        let masked = |(request, t): &&(usize, usize)| {
+            self.family == Family::Verify && *t + 1 < self.case.workload.requests[*request].query_tokens
+        };
+        let world = self.configuration().dcp;
+        let empty = |rank: usize| {
+            self.case
+                .workload
+                .requests
+                .iter()
+                .filter(|r| self.layout.local_len(r.seq_len(), rank) == 0)
+                .count()
+        };
+        Coverage {
+            rows: rows.clone().count() as u64,
+            masked_rows: rows.filter(masked).count() as u64,
+            shards: (world * self.case.workload.requests.len()) as u64,
+            empty_shards: (0..world).map(empty).sum::<usize>() as u64,
+            real_heads: self.heads() >= 32
+                && matches!(self.family, Family::Decode | Family::Verify | Family::Draft | Family::Context),
+        }
+    }
+}

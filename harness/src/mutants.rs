@@ -1,0 +1,125 @@
+//! Negative controls: engines with one fault each, and which property kills which.
+//!
+//! A fault is killed when a property that it names fails on it. A property that does not name it may see it too, but a
+//! harness that cannot say *what* is wrong has not done its work, so that counts as `killed_by_other`, not as killed.
+
+use rayon::prelude::*;
+use serde::{Deserialize, Serialize};
+use shardcheck_cases::Case;
+use shardcheck_cpu::{CpuEngine, Fault};
+use shardcheck_engine::Engine;
+
+use crate::laboratory::Laboratory;
+use crate::material::Material;
+use crate::properties;
+use crate::run::has_real_heads;
+
+/// What became of a fault.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MutantState {
+    /// A property that the fault names failed.
+    Killed,
+    /// Only a property that the fault does not name failed.
+    KilledByOther,
+    /// No property failed on any case tried.
+    Survived,
+    /// No case that was selected can show it.
+    NotApplicable,
+}
+
+impl MutantState {
+    /// All states, in a stable order.
+    pub const ALL: [Self; 4] = [Self::Killed, Self::KilledByOther, Self::Survived, Self::NotApplicable];
+
+    /// Name as it stands in results.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Killed => "killed",
+            Self::KilledByOther => "killed_by_other",
+            Self::Survived => "survived",
+            Self::NotApplicable => "not_applicable",
+        }
+    }
+}
+
+/// A fault and what became of it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Mutant {
+    /// Fault name.
+    pub fault: String,
+    /// State.
+    pub state: MutantState,
+    /// Property that killed it.
+    pub property: Option<String>,
+    /// Case that killed it: the witness.
+    pub case: Option<String>,
+    /// Cases tried.
+    pub tried: usize,
+}
+
+/// Most cases on which a fault is tried by the properties that it names.
+const MOST_CASES: usize = 1500;
+/// Cases on which a fault that survived those is tried by every property.
+const CASES_FOR_OTHERS: usize = 60;
+
+/// Tries every fault on the small cases of a suite, in parallel; the outcome does not depend on the number of threads.
+pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant) + Sync)) -> Vec<Mutant> {
+    faults
+        .par_iter()
+        .map(|fault| {
+            let mutant = try_one(fault, cases);
+            done(&mutant);
+            mutant
+        })
+        .collect()
+}
+
+/// Tries one fault.
+pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
+    let engine = CpuEngine::with_fault(fault);
+    let named = |property: &properties::Property| fault.killed_by.contains(&property.id);
+    let mut order: Vec<&Case> =
+        cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(named)).collect();
+    if order.is_empty() {
+        return mutant(fault, MutantState::NotApplicable, None, 0);
+    }
+    // an order of its own for each fault, so that neighbours in the suite, which are alike, are not tried in a row
+    order.sort_by_key(|case| *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes());
+    order.truncate(MOST_CASES);
+    for (index, case) in order.iter().enumerate() {
+        if let Some(property) = first_failure(case, &engine, &named) {
+            return mutant(fault, MutantState::Killed, Some((property, case)), index + 1);
+        }
+    }
+    for case in order.iter().take(CASES_FOR_OTHERS) {
+        if let Some(property) = first_failure(case, &engine, &|_| true) {
+            return mutant(fault, MutantState::KilledByOther, Some((property, case)), order.len());
+        }
+    }
+    mutant(fault, MutantState::Survived, None, order.len())
+}
+
+/// The first of the chosen properties that fails on the case.
+fn first_failure(
+    case: &Case,
+    engine: &dyn Engine,
+    chosen: &dyn Fn(&properties::Property) -> bool,
+) -> Option<&'static str> {
+    let material = Material::of(case, engine.profile()).ok()?;
+    let laboratory = Laboratory::new(case, engine, &material);
+    properties::of(case)
+        .filter(|property| chosen(property))
+        .find(|property| property.judge(&laboratory).status().is_failure())
+        .map(|property| property.id)
+}
+
+fn mutant(fault: &Fault, state: MutantState, by: Option<(&'static str, &Case)>, tried: usize) -> Mutant {
+    Mutant {
+        fault: fault.name.to_owned(),
+        state,
+        property: by.map(|(property, _)| property.to_owned()),
+        case: by.map(|(_, case)| case.id()),
+        tried,
+    }
+}

@@ -1,0 +1,110 @@
+//! Properties: what must hold of what an engine computes. One registry; one file per family.
+
+mod attend;
+mod context;
+mod equal;
+mod general;
+mod layout;
+mod merge;
+mod rules;
+mod segments;
+mod sequence;
+mod states;
+mod write;
+
+use shardcheck_cases::{Case, Family};
+
+use crate::finding::Finding;
+use crate::laboratory::{Halt, Laboratory};
+
+/// A property.
+#[derive(Debug)]
+pub struct Property {
+    /// Stable id, such as `verify.output`. Ids are never reused.
+    pub id: &'static str,
+    /// What must hold, in one sentence.
+    pub statement: &'static str,
+    /// Where the statement comes from: published code, a paper, a mathematical identity.
+    pub source: &'static str,
+    /// Public bugs of the kind that it catches.
+    pub bugs: &'static [&'static str],
+    /// How the tolerance comes about.
+    pub tolerance: &'static str,
+    /// Families of cases that it is judged on.
+    pub families: &'static [Family],
+    /// Whether a case of those families can show it.
+    pub applies: fn(&Case) -> bool,
+    /// Judges it.
+    pub check: fn(&Laboratory) -> Result<Finding, Halt>,
+}
+
+impl Property {
+    /// Whether the property is judged on `case`.
+    pub fn is_for(&self, case: &Case) -> bool {
+        self.families.contains(&case.family) && (self.applies)(case)
+    }
+
+    /// Judges the property on a bench.
+    pub fn judge(&self, laboratory: &Laboratory) -> Finding {
+        (self.check)(laboratory).unwrap_or_else(Finding::from)
+    }
+}
+
+/// All properties, in the order in which they are judged: what localises comes before what it explains.
+pub fn all() -> impl Iterator<Item = &'static Property> {
+    [
+        layout::PROPERTIES,
+        write::PROPERTIES,
+        attend::PROPERTIES,
+        context::PROPERTIES,
+        merge::PROPERTIES,
+        states::PROPERTIES,
+        segments::PROPERTIES,
+        general::PROPERTIES,
+        sequence::PROPERTIES,
+        equal::PROPERTIES,
+        rules::PROPERTIES,
+    ]
+    .into_iter()
+    .flatten()
+}
+
+/// The property of that id.
+pub fn find(id: &str) -> Option<&'static Property> {
+    all().find(|property| property.id == id)
+}
+
+/// Properties judged on `case`.
+pub fn of(case: &Case) -> impl Iterator<Item = &'static Property> {
+    all().filter(move |property| property.is_for(case))
+}
+
+/// For properties that every case of their families can show.
+fn always(_: &Case) -> bool {
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn property_ids_are_unique_and_name_their_area() {
+        let mut ids: Vec<_> = all().map(|p| p.id).collect();
+        let count = ids.len();
+        ids.sort_unstable();
+        ids.dedup();
+        assert_eq!(ids.len(), count);
+        assert!(ids.iter().all(|id| id.split('.').count() == 2 && !id.contains(char::is_uppercase)));
+    }
+
+    #[test]
+    fn there_are_at_least_forty_properties_and_each_says_what_why_and_how_exactly() {
+        assert!(all().count() >= 40, "only {}", all().count());
+        for property in all() {
+            assert!(property.statement.len() > 20, "{}", property.id);
+            assert!(!property.source.is_empty() && !property.tolerance.is_empty(), "{}", property.id);
+            assert!(!property.families.is_empty(), "{}", property.id);
+        }
+    }
+}

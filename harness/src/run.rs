@@ -1,0 +1,85 @@
+//! One case: its material, every property judged on one engine, the verdict.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::time::Instant;
+
+use shardcheck_cases::{Body, Case, Family};
+use shardcheck_engine::Engine;
+
+use crate::event::{CaseResult, Check, Coverage};
+use crate::finding::Finding;
+use crate::laboratory::Laboratory;
+use crate::material::Material;
+use crate::properties::{self, Property};
+use crate::status::Status;
+
+/// Judges every property of `case` on `engine`; `only` restricts them.
+///
+/// A panic of the harness or of the engine becomes a verdict: what other cases found is never lost to it.
+pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> bool) -> CaseResult {
+    let started = Instant::now();
+    let outcome = catch_unwind(AssertUnwindSafe(|| {
+        let material = Material::of(case, engine.profile());
+        let checks = match &material {
+            Err(why) => {
+                vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }]
+            }
+            Ok(material) => {
+                let laboratory = Laboratory::new(case, engine, material);
+                properties::of(case)
+                    .filter(|property| only(property))
+                    .map(|property| Check {
+                        property: property.id.to_owned(),
+                        finding: property.judge(&laboratory),
+                    })
+                    .collect()
+            }
+        };
+        (checks, material.as_ref().map_or(Coverage::default(), Material::coverage))
+    }));
+    let (checks, coverage) = outcome.unwrap_or_else(|panic| {
+        let text = format!("the harness panicked: {}", panic_text(panic.as_ref()));
+        let finding = Finding::Engine { status: Status::HarnessError, text };
+        (vec![Check { property: "harness".to_owned(), finding }], Coverage::default())
+    });
+    CaseResult {
+        id: case.id(),
+        status: CaseResult::status_of(&checks),
+        checks,
+        elapsed_s: started.elapsed().as_secs_f64(),
+        coverage,
+        reason: None,
+    }
+}
+
+/// Text of a panic payload.
+pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+    if let Some(text) = panic.downcast_ref::<&str>() {
+        (*text).to_owned()
+    } else if let Some(text) = panic.downcast_ref::<String>() {
+        text.clone()
+    } else {
+        "no text".to_owned()
+    }
+}
+
+/// Whether a case runs at the head count of a published model rather than at a tiny one.
+pub fn has_real_heads(case: &Case) -> bool {
+    match &case.body {
+        Body::Attention(attention) => {
+            matches!(case.family, Family::Decode | Family::Verify | Family::Draft | Family::Context)
+                && attention.configuration.total_heads() >= 32
+        }
+        _ => false,
+    }
+}
+
+/// Whether a case is so small that variants of it, each with an oracle of its own, cost next to nothing.
+pub fn is_small(case: &Case) -> bool {
+    match &case.body {
+        Body::Attention(attention) => {
+            attention.configuration.total_heads() <= 48 && attention.workload.total_tokens() <= 2048
+        }
+        _ => true,
+    }
+}

@@ -1,0 +1,233 @@
+//! Attention of new rows over the cached tokens of their request: decode, verification, draft block.
+
+use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
+use shardcheck_formats::{Dtype, round_bf16};
+
+use crate::batch::{Batch, bf16_tensor, query_rows, read_bf16};
+use crate::cache::{KvFormat, RankCache, TokenRows, read_local_tokens};
+use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
+use crate::grid::{Grid, RowRef};
+use crate::kernel::{KvView, Scratch, attend_row};
+use crate::merge::{Partial, Wire, merge};
+use crate::policies::Policies;
+use crate::query::{HeadShape, select_heads};
+use crate::route::Route;
+
+/// Up-projection of every head: `[heads of all ranks, value width, V]`.
+struct UpProjection {
+    weights: Vec<f32>,
+    from: usize,
+    to: usize,
+}
+
+impl UpProjection {
+    fn read(inputs: &Tensors, configuration: &Configuration) -> Result<Option<Self>, EngineError> {
+        let Some(tensor) = inputs.find("w_uv") else { return Ok(None) };
+        let (from, to) = (configuration.attention.value_dim(), configuration.attention.v_head_dim());
+        tensor.expect("w_uv", Dtype::Bf16, &[configuration.total_heads(), from, to])?;
+        Ok(Some(Self { weights: tensor.to_f32(), from, to }))
+    }
+
+    /// Projects every head, in f32, rounded to bf16 once; `head_of` gives a head's place among all heads.
+    fn apply(&self, partial: &Partial, head_of: impl Fn(usize) -> usize) -> Partial {
+        let mut out = vec![0.0; partial.rows * partial.heads * self.to];
+        for (index, row) in out.chunks_exact_mut(self.to).enumerate() {
+            let head = head_of(index % partial.heads);
+            let weights = &self.weights[head * self.from * self.to..][..self.from * self.to];
+            let latent = partial.row(index / partial.heads, index % partial.heads);
+            for (value, columns) in latent.iter().zip(weights.chunks_exact(self.to)) {
+                row.iter_mut().zip(columns).for_each(|(sum, weight)| *sum += value * weight);
+            }
+            row.iter_mut().for_each(|value| *value = round_bf16(*value));
+        }
+        Partial { out, lse: partial.lse.clone(), dim: self.to, ..*partial }
+    }
+}
+
+/// Everything that the ranks of a step share.
+struct Step<'a> {
+    configuration: &'a Configuration,
+    grid: Grid,
+    format: KvFormat,
+    batch: &'a Batch,
+    rows: Vec<Option<RowRef>>,
+    causal: bool,
+    query: Vec<u16>,
+    shape: HeadShape,
+    up: Option<UpProjection>,
+    route: Route,
+    policies: &'a Policies,
+}
+
+struct RankAttend {
+    merged: Partial,
+    partial: Partial,
+    row_lens: Vec<usize>,
+    gathered: Vec<u16>,
+}
+
+/// Performs the step on all ranks.
+///
+/// # Errors
+/// As [`shardcheck_engine::Session::step`].
+pub fn attend(
+    configuration: &Configuration,
+    caches: &[RankCache],
+    inputs: &Tensors,
+    batch: &Batch,
+    causal: bool,
+    ranks: Ranks,
+    policies: &Policies,
+) -> Result<Reply, EngineError> {
+    let rows = query_rows(inputs, configuration)?;
+    let dim = configuration.attention.qk_dim();
+    let shape =
+        HeadShape { rows, own: configuration.heads_per_rank, total: configuration.total_heads(), dim };
+    let up = UpProjection::read(inputs, configuration)?;
+    let dispatch = (policies.session.dispatch)(configuration, up.is_some());
+    let step = Step {
+        configuration,
+        grid: Grid::of(configuration),
+        format: KvFormat::of(configuration),
+        batch,
+        rows: batch.row_refs(&policies.layout),
+        causal,
+        query: read_bf16(inputs, "query", &[rows, shape.total, dim])?,
+        shape,
+        up,
+        route: dispatch.run,
+        policies,
+    };
+    let run = run_ranks(ranks, |link| step.run_rank(link, &caches[link.rank]))?;
+    let heads =
+        (policies.kernel.kernel_heads)(configuration.gathered_heads(), &configuration.kernel_head_widths);
+    let route = match (causal, batch.max_query_len()) {
+        (false, _) => "draft",
+        (true, 0 | 1) => "decode",
+        (true, _) => "verify",
+    };
+    let effective =
+        dispatch.reported.report(configuration.lane_order).with("route", route).with("kernel_heads", heads);
+    let (outputs, collectives) = step.outputs(run);
+    Ok(Reply { outputs, effective, collectives })
+}
+
+impl Step<'_> {
+    fn run_rank(&self, link: &Link<'_>, cache: &RankCache) -> Result<RankAttend, Stop> {
+        let policies = self.policies;
+        let gathered = self.kernel_query(link)?;
+        let row_lens = self.batch.row_lens(&policies.layout, link.member, &self.grid, self.causal);
+        let latent = self.local_attention(cache, &gathered, &row_lens)?;
+        let partial = match &self.up {
+            Some(up) if self.route.project_before_merge => {
+                let own = self.shape.own;
+                let first = (policies.query.first_group_head)(link.group(), link.world, own);
+                up.apply(&latent, |head| (policies.query.projected_head)(first, head, own, link.member))
+            }
+            _ => latent,
+        };
+        let order = self.configuration.lane_order;
+        let mut merged = merge(link, &partial, self.route.backend, Wire::Half, order, &policies.merge)?;
+        if let Some(up) = self.up.as_ref().filter(|_| !self.route.project_before_merge) {
+            merged = up.apply(&merged, |head| link.rank * self.shape.own + head);
+        }
+        self.leave_unwritten(&mut merged);
+        Ok(RankAttend { merged, partial, row_lens, gathered })
+    }
+
+    /// Output buffers start as NaN; rows that nobody writes stay so.
+    fn leave_unwritten(&self, merged: &mut Partial) {
+        let written = (self.policies.session.written_rows)(merged.rows, self.batch.real_rows());
+        merged.out[written * merged.heads * merged.dim..].fill(f32::NAN);
+        merged.lse[written * merged.heads..].fill(f32::NAN);
+    }
+
+    fn kernel_query(&self, link: &Link<'_>) -> Result<Vec<u16>, Stop> {
+        let (own, heads) = (self.shape.own, &self.policies.query);
+        if self.route.query_replication {
+            let first = (heads.first_group_head)(link.group(), link.world, own);
+            return Ok(select_heads(&self.query, self.shape, first, own * link.world));
+        }
+        let first = (heads.first_own_head)(link.rank, link.member, own);
+        (heads.gather)(link, select_heads(&self.query, self.shape, first, own), self.shape)
+    }
+
+    /// Attention of every gathered head over this rank's tokens, rounded to bf16.
+    fn local_attention(&self, cache: &RankCache, query: &[u16], row_lens: &[usize]) -> Result<Partial, Stop> {
+        let (kernel, format) = (&self.policies.kernel, &self.format);
+        let (rows, heads, dim) = (self.shape.rows, self.configuration.gathered_heads(), format.value_dim);
+        let width = (kernel.kernel_heads)(heads, &self.configuration.kernel_head_widths);
+        let scale = (kernel.score_scale)(self.configuration);
+        let mut partial = Partial {
+            out: vec![f32::NAN; rows * heads * dim],
+            lse: vec![f32::NAN; rows * heads],
+            rows,
+            heads,
+            dim,
+        };
+        let (mut scratch, mut out, mut lse) = (Scratch::default(), vec![0.0; width * dim], vec![0.0; width]);
+        let mut loaded: Option<(usize, TokenRows)> = None;
+        for row in 0..rows {
+            let request = self.rows[row].map_or(0, |r| r.request);
+            if row_lens[row] > 0 && loaded.as_ref().is_none_or(|(of, _)| *of != request) {
+                loaded = Some((request, self.tokens_of(cache, request, row_lens)?));
+            }
+            let empty = TokenRows::default();
+            let tokens = loaded.as_ref().filter(|_| row_lens[row] > 0).map_or(&empty, |(_, tokens)| tokens);
+            let at = row * heads * self.shape.dim;
+            let codes = &query[at..at + heads * self.shape.dim];
+            let values: Vec<f32> = codes.iter().map(|c| shardcheck_formats::bf16_to_f32(*c)).collect();
+            let padded = (kernel.pad_heads)(&values, self.shape.dim, width);
+            for head in 0..width {
+                let kv_head = (kernel.kv_head)(head, heads, format.kv_heads);
+                let view = self.view(tokens, kv_head);
+                let q = &padded[head * self.shape.dim..(head + 1) * self.shape.dim];
+                let target = &mut out[head * dim..(head + 1) * dim];
+                lse[head] = attend_row(q, view, row_lens[row], scale, kernel, &mut scratch, target);
+            }
+            let (first, first_lse) =
+                ((kernel.first_kept_head)(width, heads), (kernel.first_kept_lse)(width, heads));
+            let kept = &out[first * dim..(first + heads) * dim];
+            let target = &mut partial.out[row * heads * dim..(row + 1) * heads * dim];
+            target.iter_mut().zip(kept).for_each(|(to, from)| *to = round_bf16(*from));
+            partial.lse[row * heads..(row + 1) * heads].copy_from_slice(&lse[first_lse..first_lse + heads]);
+        }
+        Ok(partial)
+    }
+
+    /// The local tokens that any row of a request sees.
+    fn tokens_of(&self, cache: &RankCache, request: usize, row_lens: &[usize]) -> Result<TokenRows, Stop> {
+        let of_request = |row: &Option<RowRef>| row.is_some_and(|r| r.request == request);
+        let lens = self.rows.iter().zip(row_lens).filter(|(row, _)| of_request(row)).map(|(_, len)| *len);
+        let policies = (&self.policies.layout, &self.policies.cache);
+        let count = lens.max().unwrap_or(0);
+        read_local_tokens(cache, &self.batch.table, request, count, policies, (&self.grid, &self.format))
+    }
+
+    fn view<'t>(&self, tokens: &'t TokenRows, kv_head: usize) -> KvView<'t> {
+        self.policies.view(tokens, &self.format, kv_head)
+    }
+
+    fn outputs(&self, run: RankResults<RankAttend>) -> (Tensors, Vec<u64>) {
+        let (ranks, rows, own) = (run.results.len(), self.shape.rows, self.shape.own);
+        let heads = self.configuration.gathered_heads();
+        let results = &run.results;
+        let dim = results.first().map_or(0, |r| r.merged.dim);
+        let partial_dim = results.first().map_or(0, |r| r.partial.dim);
+        let join = |part: fn(&RankAttend) -> &[f32]| {
+            results.iter().flat_map(|r| part(r).to_vec()).collect::<Vec<_>>()
+        };
+        let row_lens: Vec<i32> =
+            results.iter().flat_map(|r| r.row_lens.iter().map(|len| *len as i32)).collect();
+        let gathered: Vec<u16> = results.iter().flat_map(|r| r.gathered.iter().copied()).collect();
+        let f32s = |shape: &[usize], values: Vec<f32>| Tensor::from_f32(Dtype::F32, shape, &values);
+        let outputs = Tensors::new()
+            .with("out", Tensor::from_f32(Dtype::Bf16, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
+            .with("lse", f32s(&[ranks, rows, own], join(|r| &r.merged.lse)))
+            .with("partial_out", f32s(&[ranks, rows, heads, partial_dim], join(|r| &r.partial.out)))
+            .with("partial_lse", f32s(&[ranks, rows, heads], join(|r| &r.partial.lse)))
+            .with("row_lens", Tensor::from_i32(&[ranks, rows], &row_lens))
+            .with("gathered_query", bf16_tensor(&[ranks, rows, heads, self.shape.dim], &gathered));
+        (outputs, run.collectives)
+    }
+}

@@ -1,0 +1,187 @@
+//! The metadata of a batch as an engine reads it: lengths, rows, block table.
+
+use shardcheck_engine::{Configuration, EngineError, Tensor, Tensors};
+use shardcheck_formats::Dtype;
+
+use crate::communicator::Stop;
+use crate::grid::{Grid, LayoutPolicies, RowRef, Sight};
+
+/// A block table, with every read checked: an entry or block beyond the end is what a device calls an illegal address.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BlockTable {
+    ids: Vec<i64>,
+    requests: usize,
+    width: usize,
+    blocks: usize,
+}
+
+impl BlockTable {
+    /// Reads `block_table i32 [requests, width]` for caches of `blocks` blocks.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for another dtype or number of axes.
+    pub fn read(inputs: &Tensors, blocks: usize) -> Result<Self, EngineError> {
+        let tensor = inputs.get("block_table")?;
+        let &[requests, width] = tensor.shape() else {
+            return Err(wrong_shape("block_table", tensor, vec![0, 0]));
+        };
+        tensor.expect("block_table", Dtype::I32, &[requests, width])?;
+        Ok(Self { ids: tensor.to_i64(), requests, width, blocks })
+    }
+
+    /// Requests of the table.
+    pub fn requests(&self) -> usize {
+        self.requests
+    }
+
+    /// Entries of a request, needed or not.
+    pub fn entries(&self, request: usize) -> &[i64] {
+        &self.ids[request * self.width..(request + 1) * self.width]
+    }
+
+    /// Block of a table entry.
+    ///
+    /// # Errors
+    /// A crash that names the entry, when it or its block does not exist.
+    pub fn block(&self, request: usize, entry: usize, layout: &LayoutPolicies) -> Result<usize, Stop> {
+        let entries = if request < self.requests { self.entries(request) } else { &[] };
+        self.block_among(entries, request, entry, layout)
+    }
+
+    /// Block of an entry among `entries`, which stand for those of a request.
+    ///
+    /// # Errors
+    /// As [`BlockTable::block`].
+    pub fn block_among(
+        &self,
+        entries: &[i64],
+        request: usize,
+        entry: usize,
+        layout: &LayoutPolicies,
+    ) -> Result<usize, Stop> {
+        let Some(id) = entries.get(entry) else {
+            let (requests, width) = (self.requests, self.width);
+            return Err(Stop::crash(format!(
+                "illegal address: block table entry [{request}, {entry}] of a [{requests}, {width}] table"
+            )));
+        };
+        let id = (layout.block_id)(*id, self.blocks);
+        usize::try_from(id).ok().filter(|id| *id < self.blocks).ok_or_else(|| {
+            let blocks = self.blocks;
+            Stop::crash(format!(
+                "illegal address: block {id} of {blocks}, entry {entry} of request {request}"
+            ))
+        })
+    }
+}
+
+/// Requests and rows of a step.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Batch {
+    /// Total length of each request (cached length for a context step).
+    pub seq_lens: Vec<usize>,
+    /// First row of each request, then the number of rows.
+    pub starts: Vec<i32>,
+    /// Rows, graph padding included.
+    pub rows: usize,
+    /// Where the blocks lie.
+    pub table: BlockTable,
+}
+
+impl Batch {
+    /// Reads `query_start_loc`, the block table, and the lengths named `lens`; `rows` is T, or `None` to take the
+    /// last entry of `query_start_loc` (no padding).
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for shapes that disagree, [`EngineError::Crash`] for lengths or starts that are negative
+    /// or decrease, and for rows beyond T.
+    pub fn read(
+        inputs: &Tensors,
+        lens: &str,
+        rows: Option<usize>,
+        blocks: usize,
+    ) -> Result<Self, EngineError> {
+        let table = BlockTable::read(inputs, blocks)?;
+        let requests = table.requests();
+        let lens_tensor = inputs.get(lens)?.expect(lens, Dtype::I32, &[requests])?;
+        let starts_tensor =
+            inputs.get("query_start_loc")?.expect("query_start_loc", Dtype::I32, &[requests + 1])?;
+        let starts: Vec<i32> = starts_tensor.to_i64().into_iter().map(|v| v as i32).collect();
+        let last = starts[requests];
+        let rows = rows.unwrap_or(last.max(0) as usize);
+        if starts[0] != 0 || !starts.is_sorted() || last as usize > rows {
+            let text =
+                format!("query_start_loc {starts:?} does not start at 0 and rise to at most {rows} rows");
+            return Err(EngineError::Crash { text });
+        }
+        let seq_lens = lens_tensor.to_i64().into_iter().map(usize::try_from).collect::<Result<_, _>>();
+        let seq_lens =
+            seq_lens.map_err(|_| EngineError::Crash { text: format!("{lens} holds a negative length") })?;
+        Ok(Self { seq_lens, starts, rows, table })
+    }
+
+    /// Rows of all requests; those behind are graph padding.
+    pub fn real_rows(&self) -> usize {
+        self.starts[self.seq_lens.len()].max(0) as usize
+    }
+
+    /// The largest number of rows of one request.
+    pub fn max_query_len(&self) -> usize {
+        self.starts.windows(2).map(|edge| (edge[1] - edge[0]) as usize).max().unwrap_or(0)
+    }
+
+    /// Request of each row.
+    pub fn row_refs(&self, layout: &LayoutPolicies) -> Vec<Option<RowRef>> {
+        (layout.rows)(&self.starts, self.rows)
+    }
+
+    /// Local tokens that each row sees on `member`; 0 for padding.
+    pub fn row_lens(&self, layout: &LayoutPolicies, member: usize, grid: &Grid, causal: bool) -> Vec<usize> {
+        let visible = if causal { layout.row_len } else { layout.draft_len };
+        let len = |row: &RowRef| {
+            let seq_len = self.seq_lens[row.request];
+            visible(layout, &Sight { seq_len, query_len: row.query_len, row: row.row, member, grid: *grid })
+        };
+        self.row_refs(layout).iter().map(|row| row.as_ref().map_or(0, len)).collect()
+    }
+}
+
+/// The error that names a tensor of another shape than expected.
+pub fn wrong_shape(name: &str, tensor: &Tensor, expected: Vec<usize>) -> EngineError {
+    let found = tensor.shape().to_vec();
+    shardcheck_engine::TensorError::WrongShape { name: name.to_owned(), expected, found }.into()
+}
+
+/// Codes of a bf16 tensor of that shape, row-major.
+///
+/// # Errors
+/// [`EngineError::Input`] when it is missing, of another dtype or of another shape.
+pub fn read_bf16(inputs: &Tensors, name: &str, shape: &[usize]) -> Result<Vec<u16>, EngineError> {
+    let tensor = inputs.get(name)?.expect(name, Dtype::Bf16, shape)?;
+    if tensor.is_contiguous() {
+        let words = tensor.bytes().as_chunks::<2>().0;
+        return Ok(words[..tensor.len()].iter().map(|b| u16::from_le_bytes(*b)).collect());
+    }
+    Ok(tensor.to_codes().into_iter().map(|code| code as u16).collect())
+}
+
+/// A bf16 tensor from its codes.
+pub fn bf16_tensor(shape: &[usize], codes: &[u16]) -> Tensor {
+    let bytes = codes.iter().flat_map(|code| code.to_le_bytes()).collect();
+    Tensor::new(Dtype::Bf16, shape.to_vec(), bytes).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// Rows T of a query tensor of shape `[T, heads of all ranks, width]`.
+///
+/// # Errors
+/// [`EngineError::Input`] when it has another number of axes.
+pub fn query_rows(inputs: &Tensors, configuration: &Configuration) -> Result<usize, EngineError> {
+    let tensor = inputs.get("query")?;
+    match tensor.shape() {
+        [rows, _, _] => Ok(*rows),
+        _ => {
+            let expected = vec![0, configuration.total_heads(), configuration.attention.qk_dim()];
+            Err(wrong_shape("query", tensor, expected))
+        }
+    }
+}

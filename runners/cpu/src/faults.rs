@@ -1,0 +1,178 @@
+//! Deliberate defects: each replaces one policy of the healthy engine.
+
+mod attention;
+mod cache;
+mod causal;
+mod context;
+mod exchange;
+mod gates;
+mod heads;
+mod layout;
+mod lse;
+mod segments;
+mod steps;
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::LazyLock;
+
+use crate::policies::Policies;
+
+/// What kind of mistake a fault is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum FaultClass {
+    /// A position, slot, block or unit computed wrongly.
+    LayoutIndex,
+    /// A row sees too much or too little.
+    CausalBound,
+    /// A wrong LSE or weight.
+    LseMath,
+    /// A rank without tokens takes part in the result.
+    EmptyShard,
+    /// A wrong cast or scale.
+    DtypeScale,
+    /// Heads in the wrong place.
+    HeadLayout,
+    /// An exchange that brings the wrong data.
+    CollectiveOrder,
+    /// Padding that takes part in the result.
+    Padding,
+    /// A configuration that is taken, refused or switched off wrongly.
+    ConfigGate,
+    /// Draft blocks.
+    SpecDecode,
+    /// Metadata of an earlier step.
+    StaleMetadata,
+    /// Ranks that wait for ever.
+    Hang,
+}
+
+impl FaultClass {
+    /// All classes, in a stable order.
+    pub const ALL: [Self; 12] = [
+        Self::LayoutIndex,
+        Self::CausalBound,
+        Self::LseMath,
+        Self::EmptyShard,
+        Self::DtypeScale,
+        Self::HeadLayout,
+        Self::CollectiveOrder,
+        Self::Padding,
+        Self::ConfigGate,
+        Self::SpecDecode,
+        Self::StaleMetadata,
+        Self::Hang,
+    ];
+
+    /// Name as it stands in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::LayoutIndex => "layout-index",
+            Self::CausalBound => "causal-bound",
+            Self::LseMath => "lse-math",
+            Self::EmptyShard => "empty-shard",
+            Self::DtypeScale => "dtype-scale",
+            Self::HeadLayout => "head-layout",
+            Self::CollectiveOrder => "collective-order",
+            Self::Padding => "padding",
+            Self::ConfigGate => "config-gate",
+            Self::SpecDecode => "spec-decode",
+            Self::StaleMetadata => "stale-metadata",
+            Self::Hang => "hang",
+        }
+    }
+}
+
+impl fmt::Display for FaultClass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for FaultClass {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|class| class.name() == text).ok_or_else(|| {
+            format!("unknown fault class {text:?}; known are {}", Self::ALL.map(Self::name).join(", "))
+        })
+    }
+}
+
+/// A deliberate defect.
+#[derive(Clone, Copy)]
+pub struct Fault {
+    /// Name, unique among all faults.
+    pub name: &'static str,
+    /// What is wrong, in one line.
+    pub title: &'static str,
+    /// Kind of mistake.
+    pub class: FaultClass,
+    /// Public bugs of this kind.
+    pub bugs: &'static [&'static str],
+    /// Properties that must notice it.
+    pub killed_by: &'static [&'static str],
+    /// Replaces the policy.
+    pub apply: fn(&mut Policies),
+}
+
+impl fmt::Debug for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fault({}, {})", self.name, self.class)
+    }
+}
+
+/// All faults, by the part of the engine that they replace.
+pub fn faults() -> &'static [Fault] {
+    static FAULTS: LazyLock<Vec<Fault>> = LazyLock::new(|| {
+        [
+            layout::FAULTS,
+            cache::FAULTS,
+            causal::FAULTS,
+            heads::FAULTS,
+            attention::FAULTS,
+            lse::FAULTS,
+            exchange::FAULTS,
+            context::FAULTS,
+            segments::FAULTS,
+            steps::FAULTS,
+            gates::FAULTS,
+        ]
+        .concat()
+    });
+    &FAULTS
+}
+
+/// The fault of that name.
+pub fn fault(name: &str) -> Option<&'static Fault> {
+    faults().iter().find(|fault| fault.name == name)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn faults_have_a_unique_kebab_case_name_a_title_and_a_property_that_kills_them() {
+        let mut names = BTreeSet::new();
+        for fault in faults() {
+            assert!(names.insert(fault.name), "{} twice", fault.name);
+            assert!(fault.name.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-'));
+            assert!(fault.title.len() > 20 && !fault.title.ends_with('.'), "{}", fault.name);
+            assert!(!fault.killed_by.is_empty(), "{}", fault.name);
+            assert!(fault.killed_by.iter().all(|id| id.split('.').count() == 2), "{}", fault.name);
+            assert!(fault.bugs.iter().all(|bug| bug.contains('#') || bug.contains('@')), "{}", fault.name);
+        }
+    }
+
+    #[test]
+    fn every_class_has_a_fault_and_reads_back_by_name() {
+        for class in FaultClass::ALL {
+            assert!(faults().iter().any(|fault| fault.class == class), "{class}");
+            assert_eq!(class.name().parse::<FaultClass>().unwrap(), class);
+        }
+        assert!("moe".parse::<FaultClass>().unwrap_err().contains("layout-index"));
+    }
+}

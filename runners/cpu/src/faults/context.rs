@@ -1,0 +1,214 @@
+//! Faults of a cached context: chunks, gather, two-state merges.
+
+use super::{Fault, FaultClass};
+use crate::cache::decode_with;
+use crate::chunks::{StateWeights, merge_two, plan};
+
+pub(super) const FAULTS: &[Fault] = &[
+    Fault {
+        name: "last-chunk-skipped",
+        title: "the last chunk of a context that takes several is never gathered",
+        class: FaultClass::LayoutIndex,
+        bugs: &["vllm-ascend#5767"],
+        killed_by: &["context.chunks", "context.gather", "context.output"],
+        apply: |p| {
+            p.context.plan = |cached, budget, grid| {
+                let mut plan = plan(cached, budget, grid);
+                if plan.windows.len() > 1 {
+                    plan.windows.pop();
+                }
+                plan
+            }
+        },
+    },
+    Fault {
+        name: "chunks-overlap",
+        title: "every chunk but the first begins with the last row of the one before",
+        class: FaultClass::LayoutIndex,
+        bugs: &["vllm-ascend#10580"],
+        killed_by: &["context.chunks", "context.gather", "context.output"],
+        apply: |p| {
+            p.context.plan = |cached, budget, grid| {
+                let mut plan = plan(cached, budget, grid);
+                plan.windows.iter_mut().skip(1).for_each(|window| window.start -= 1);
+                plan
+            }
+        },
+    },
+    Fault {
+        name: "context-rounded-down",
+        title: "a context is cut to whole virtual blocks instead of padded to them",
+        class: FaultClass::LayoutIndex,
+        bugs: &["vllm-ascend#5767", "vllm#41549"],
+        killed_by: &["context.chunks", "context.gather", "context.output"],
+        apply: |p| {
+            p.context.plan = |cached, budget, grid| {
+                let mut plan = plan(cached, budget, grid);
+                plan.padded = cached.iter().map(|len| len / (grid.block * grid.world) * grid.block).collect();
+                plan
+            };
+        },
+    },
+    Fault {
+        name: "chunk-padding-kept",
+        title: "the padding rows of a gathered chunk are attended",
+        class: FaultClass::Padding,
+        bugs: &["vllm-ascend#5837", "local-inference-lab/vllm#14"],
+        killed_by: &["context.chunks", "context.gather", "context.output"],
+        apply: |p| p.context.kept = |_, sent, _| sent,
+    },
+    Fault {
+        name: "context-page-of-virtual-block",
+        title: "local context rows are looked up with the virtual block as page size",
+        class: FaultClass::LayoutIndex,
+        bugs: &["sglang#29760"],
+        killed_by: &["context.gather", "context.output", "context.state"],
+        apply: |p| p.context.page = |local, grid| (local / (grid.block * grid.world), local % grid.block),
+    },
+    Fault {
+        name: "reorg-forgets-earlier-requests",
+        title: "the rows of every request are taken from the start of each rank's part of the gather",
+        class: FaultClass::LayoutIndex,
+        bugs: &["sglang#32098", "vllm#26296"],
+        killed_by: &["context.gather", "context.output"],
+        apply: |p| p.context.source = |at| at.member * at.sent + at.row,
+    },
+    Fault {
+        name: "context-masked-in-gather-order",
+        title: "the gathered context, which lies rank by rank, is masked causally as if it lay in order",
+        class: FaultClass::CausalBound,
+        bugs: &["sglang#27276", "sglang#36297"],
+        killed_by: &["context.state", "context.output", "context.lse"],
+        apply: |p| p.context.visible = |tokens, row, query_len| tokens.saturating_sub(query_len - 1 - row),
+    },
+    Fault {
+        name: "suffix-not-causal",
+        title: "new tokens see each other without a mask",
+        class: FaultClass::CausalBound,
+        bugs: &["flash-attention#93"],
+        killed_by: &["context.output", "context.lse"],
+        apply: |p| p.context.visible_new = |_, query_len| query_len,
+    },
+    Fault {
+        name: "suffix-misses-itself",
+        title: "a new token does not see itself",
+        class: FaultClass::CausalBound,
+        bugs: &["vllm#47181"],
+        killed_by: &["context.output", "context.lse"],
+        apply: |p| p.context.visible_new = |row, _| row,
+    },
+    Fault {
+        name: "context-unscaled",
+        title: "a gathered context is dequantised without the cache scale",
+        class: FaultClass::DtypeScale,
+        bugs: &["local-inference-lab/vllm#14", "sglang#31514"],
+        killed_by: &["context.gather", "context.state", "context.output"],
+        apply: |p| {
+            p.cache.decode_context = |codes, format, values| decode_with(codes, format.dtype, 1.0, values)
+        },
+    },
+    Fault {
+        name: "chunk-replaces-earlier-chunks",
+        title: "the state of each chunk overwrites that of the chunks before",
+        class: FaultClass::LseMath,
+        bugs: &["sglang#35045"],
+        killed_by: &["context.state", "context.output", "context.lse"],
+        apply: |p| p.context.merge_chunk = |_, suffix| only_second(suffix),
+    },
+    Fault {
+        name: "chunk-merge-in-base-2",
+        title: "natural LSEs of chunks are merged with exp2 and log2",
+        class: FaultClass::LseMath,
+        bugs: &["sglang#35045"],
+        killed_by: &["context.state", "context.output", "context.lse"],
+        apply: |p| p.context.merge_chunk = merge_in_base_2,
+    },
+    Fault {
+        name: "suffix-merge-in-base-2",
+        title: "context and new tokens are merged with exp2 and log2",
+        class: FaultClass::LseMath,
+        bugs: &["sglang#35045"],
+        killed_by: &["context.output", "context.lse", "states.output", "states.lse"],
+        apply: |p| p.context.merge_suffix = merge_in_base_2,
+    },
+    Fault {
+        name: "suffix-merged-twice",
+        title: "the state of the new tokens enters the merge twice",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer@6cbaf6e"],
+        killed_by: &["states.output", "states.lse", "states.neutral", "states.commute", "context.lse"],
+        apply: |p| {
+            p.context.merge_suffix = |prefix, suffix| {
+                let mut merged = merge_two(prefix, suffix + std::f32::consts::LN_2);
+                // a suffix that is empty stays empty
+                if suffix == f32::NEG_INFINITY {
+                    merged = merge_two(prefix, suffix);
+                }
+                merged
+            }
+        },
+    },
+    Fault {
+        name: "prefix-dropped",
+        title: "the cached context does not enter the final merge where there are new tokens",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#54300"],
+        killed_by: &["context.output", "context.lse", "states.output", "states.commute"],
+        apply: |p| {
+            p.context.merge_suffix = |prefix, suffix| {
+                if suffix.is_finite() { only_second(suffix) } else { merge_two(prefix, suffix) }
+            }
+        },
+    },
+    Fault {
+        name: "two-empty-states-give-nan",
+        title: "two empty states are merged with −∞ − (−∞)",
+        class: FaultClass::EmptyShard,
+        bugs: &["vllm#28181"],
+        killed_by: &["states.all-empty", "states.output", "context.output"],
+        apply: |p| p.context.merge_suffix = unguarded,
+    },
+    Fault {
+        name: "infinite-lse-of-a-state-kept",
+        title: "a state with an LSE of +∞, which means empty, takes all the weight",
+        class: FaultClass::EmptyShard,
+        bugs: &["vllm#28181"],
+        killed_by: &["states.output", "states.lse"],
+        apply: |p| {
+            p.context.merge_suffix = |prefix, suffix| {
+                if prefix == f32::INFINITY {
+                    return StateWeights { prefix: 1.0, suffix: 0.0, lse: prefix };
+                }
+                if suffix == f32::INFINITY { only_second(suffix) } else { merge_two(prefix, suffix) }
+            }
+        },
+    },
+    Fault {
+        name: "state-lse-of-the-prefix",
+        title: "the merged state keeps the LSE of its prefix",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer#58"],
+        killed_by: &["states.lse", "states.commute", "context.lse"],
+        apply: |p| {
+            p.context.merge_suffix =
+                |prefix, suffix| StateWeights { lse: prefix, ..merge_two(prefix, suffix) }
+        },
+    },
+];
+
+fn only_second(suffix: f32) -> StateWeights {
+    let held = suffix != f32::NEG_INFINITY;
+    StateWeights { prefix: 0.0, suffix: f32::from(u8::from(held)), lse: suffix }
+}
+
+fn merge_in_base_2(prefix: f32, suffix: f32) -> StateWeights {
+    let natural = |lse: f32| lse * std::f32::consts::LN_2;
+    let merged = merge_two(natural(prefix), natural(suffix));
+    StateWeights { lse: merged.lse * std::f32::consts::LOG2_E, ..merged }
+}
+
+fn unguarded(prefix: f32, suffix: f32) -> StateWeights {
+    let max = prefix.max(suffix);
+    let merged = max + ((prefix - max).exp() + (suffix - max).exp()).ln();
+    StateWeights { prefix: (prefix - merged).exp(), suffix: (suffix - merged).exp(), lse: merged }
+}

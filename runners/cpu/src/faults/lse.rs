@@ -1,0 +1,239 @@
+//! Faults of weights and lanes: how LSEs become weights, and how they travel.
+
+use shardcheck_engine::LaneOrder;
+use shardcheck_formats::{bf16_from_f32, bf16_to_f32};
+
+use super::{Fault, FaultClass};
+use crate::lanes;
+use crate::merge;
+
+pub(super) const FAULTS: &[Fault] = &[
+    Fault {
+        name: "ranks-averaged",
+        title: "the partials of ranks that hold something are averaged without their LSEs",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#28840"],
+        killed_by: &["decode.output", "verify.output", "merge.output"],
+        apply: |p| p.merge.combine = average,
+    },
+    Fault {
+        name: "weights-not-normalised",
+        title: "partials are weighed by exp(lse − maximum) and the sum is not divided",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer@6cbaf6e"],
+        killed_by: &["decode.output", "verify.output", "merge.output", "merge.fold"],
+        apply: |p| p.merge.combine = unnormalised,
+    },
+    Fault {
+        name: "merged-lse-is-the-maximum",
+        title: "the merged LSE is the largest one instead of their log-sum-exp",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer#58"],
+        killed_by: &["decode.lse", "verify.lse", "merge.lse", "lse.unit"],
+        apply: |p| {
+            p.merge.combine = |lses, weights| {
+                merge::combine(lses, weights);
+                lses.iter().copied().fold(f32::NEG_INFINITY, f32::max)
+            }
+        },
+    },
+    Fault {
+        name: "merged-lse-of-the-first-rank",
+        title: "the merged LSE is that of the first rank",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer#58"],
+        killed_by: &["decode.lse", "verify.lse", "merge.lse", "merge.permutation"],
+        apply: |p| {
+            p.merge.combine = |lses, weights| {
+                merge::combine(lses, weights);
+                lses[0]
+            }
+        },
+    },
+    Fault {
+        name: "merge-in-base-2",
+        title: "natural LSEs are merged with exp2 and log2",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#28840", "vllm#47079"],
+        killed_by: &["decode.output", "decode.lse", "merge.output", "merge.lse", "lse.unit"],
+        apply: |p| p.merge.combine = base_2,
+    },
+    Fault {
+        name: "merge-without-maximum",
+        title: "LSEs are exponentiated as they are: large ones overflow",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer#3838"],
+        killed_by: &["merge.shift", "merge.output", "merge.lse", "decode.output"],
+        apply: |p| p.merge.combine = unshifted,
+    },
+    Fault {
+        name: "n-way-merge-counts-two",
+        title: "the denominator of an N-way merge holds the first two states only",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer@6cbaf6e"],
+        killed_by: &["merge.output", "merge.lse", "merge.permutation", "merge.fold", "decode.output"],
+        apply: |p| p.merge.combine = denominator_of_two,
+    },
+    Fault {
+        name: "largest-rank-takes-all",
+        title: "the rank with the largest LSE is taken alone",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#28840"],
+        killed_by: &["decode.output", "merge.output", "merge.fold"],
+        apply: |p| {
+            p.merge.combine = |lses, weights| {
+                let merged = merge::combine(lses, weights);
+                let largest = weights.iter().copied().fold(0.0, f32::max);
+                let first = weights.iter().position(|w| *w == largest && largest > 0.0);
+                weights.iter_mut().enumerate().for_each(|(r, w)| *w = f32::from(u8::from(Some(r) == first)));
+                merged
+            }
+        },
+    },
+    Fault {
+        name: "small-weights-dropped",
+        title: "weights below 1/1024 are taken as zero",
+        class: FaultClass::LseMath,
+        bugs: &["flashinfer#3838"],
+        killed_by: &["merge.output", "merge.fold"],
+        apply: |p| {
+            p.merge.combine = |lses, weights| {
+                let merged = merge::combine(lses, weights);
+                weights.iter_mut().filter(|w| **w < 1.0 / 1024.0).for_each(|w| *w = 0.0);
+                merged
+            }
+        },
+    },
+    Fault {
+        name: "nan-partial-not-scrubbed",
+        title: "a partial of weight zero is multiplied instead of dropped: NaN · 0 is NaN",
+        class: FaultClass::EmptyShard,
+        bugs: &["flashinfer#4975", "ATOM#1832"],
+        killed_by: &["decode.output", "attend.padding", "merge.output", "merge.neutral", "merge.all-empty"],
+        apply: |p| p.merge.weigh = |weight, row| row.iter_mut().for_each(|value| *value *= weight),
+    },
+    Fault {
+        name: "partials-summed-unweighted",
+        title: "partials are scrubbed where their weight is zero, and otherwise added as they are",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#28840"],
+        killed_by: &["decode.output", "verify.output", "merge.output", "states.output"],
+        apply: |p| {
+            p.merge.weigh = |weight, row| {
+                if weight == 0.0 {
+                    row.fill(0.0)
+                }
+            }
+        },
+    },
+    Fault {
+        name: "nan-lse-not-sanitised",
+        title: "an LSE of NaN or +∞ enters the merge as it is",
+        class: FaultClass::EmptyShard,
+        bugs: &["ATOM#1832"],
+        killed_by: &["merge.output", "merge.lse"],
+        apply: |p| p.merge.sanitise = |lse| lse,
+    },
+    Fault {
+        name: "lanes-swapped-by-the-sender",
+        title: "the sender packs the halves of the LSE in the other order than the receiver reads them",
+        class: FaultClass::LseMath,
+        bugs: &["TransformerEngine#1624"],
+        killed_by: &["pack.lanes", "pack.round-trip", "decode.lse", "merge.lse"],
+        apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits, other(order)),
+    },
+    Fault {
+        name: "unpack-ignores-lane-order",
+        title: "the receiver reads the high half first whatever order was agreed on",
+        class: FaultClass::LseMath,
+        bugs: &["TransformerEngine#1624"],
+        killed_by: &["pack.round-trip", "equal.lanes", "decode.lse"],
+        apply: |p| p.merge.lanes.unpack = |pair, _| lanes::unpack(pair, LaneOrder::HiLo),
+    },
+    Fault {
+        name: "low-lane-dropped",
+        title: "only the high half of the LSE travels",
+        class: FaultClass::LseMath,
+        bugs: &["vllm-ascend#3850"],
+        killed_by: &["pack.round-trip", "pack.lanes", "decode.lse", "merge.lse"],
+        apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits & 0xFFFF_0000, order),
+    },
+    Fault {
+        name: "lanes-through-a-float",
+        title: "the halves pass through a bf16 operation, which quiets those that are NaNs",
+        class: FaultClass::DtypeScale,
+        bugs: &["TransformerEngine#1624"],
+        killed_by: &["pack.round-trip", "pack.lanes"],
+        apply: |p| {
+            p.merge.lanes.pack =
+                |bits, order| lanes::pack(bits, order).map(|lane| bf16_from_f32(bf16_to_f32(lane)))
+        },
+    },
+    Fault {
+        name: "lanes-as-two-values",
+        title: "the LSE travels as the sum of two bf16 values instead of two halves",
+        class: FaultClass::LseMath,
+        bugs: &["vllm-ascend#3850"],
+        killed_by: &["pack.lanes"],
+        apply: |p| {
+            p.merge.lanes.pack = |bits, order| {
+                let value = f32::from_bits(bits);
+                let high = bf16_from_f32(value);
+                let low = bf16_from_f32(value - bf16_to_f32(high));
+                lanes::pack(u32::from(high) << 16 | u32::from(low), order)
+            }
+        },
+    },
+];
+
+fn other(order: LaneOrder) -> LaneOrder {
+    match order {
+        LaneOrder::HiLo => LaneOrder::LoHi,
+        LaneOrder::LoHi => LaneOrder::HiLo,
+    }
+}
+
+fn average(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let merged = merge::combine(lses, weights);
+    let held = weights.iter().filter(|weight| **weight > 0.0).count() as f32;
+    weights.iter_mut().filter(|weight| **weight > 0.0).for_each(|weight| *weight = 1.0 / held);
+    merged
+}
+
+fn unnormalised(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let merged = merge::combine(lses, weights);
+    let max = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    let held = weights.iter_mut().zip(lses).filter(|(weight, _)| **weight > 0.0);
+    held.for_each(|(weight, lse)| *weight = (lse - max).exp());
+    merged
+}
+
+fn base_2(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let max = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if max == f32::NEG_INFINITY {
+        weights.fill(0.0);
+        return max;
+    }
+    let merged = max + lses.iter().map(|lse| (lse - max).exp2()).sum::<f32>().log2();
+    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp2());
+    merged
+}
+
+fn unshifted(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let sum: f32 = lses.iter().map(|lse| lse.exp()).sum();
+    if sum == 0.0 {
+        weights.fill(0.0);
+        return f32::NEG_INFINITY;
+    }
+    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = lse.exp() / sum);
+    sum.ln()
+}
+
+fn denominator_of_two(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let merged = merge::combine(&lses[..lses.len().min(2)], &mut weights[..lses.len().min(2)]);
+    if merged == f32::NEG_INFINITY {
+        return merge::combine(lses, weights);
+    }
+    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp());
+    merged
+}

@@ -1,0 +1,307 @@
+//! The merge of partial attention outputs by their LSEs, over both published exchanges.
+//!
+//! All-to-all (ATOM `cp_lse_a2a`, vLLM `dcp_a2a_lse_reduce`): one collective carries each partial with its LSE in two
+//! 16-bit lanes; the receiver sums in f32 in rank order and rounds once. All-gather + reduce-scatter (ATOM and vLLM
+//! `cp_lse_ag_out_rs`): the LSEs are gathered, each partial is scaled and rounded in place, and the sum is rounded
+//! after every addition.
+
+use shardcheck_engine::{LaneOrder, Tensor};
+use shardcheck_formats::{bf16_from_f32, bf16_to_f32, round_bf16};
+
+use crate::communicator::{Link, Stop};
+use crate::lanes::LanePolicies;
+use crate::route::Backend;
+
+/// Element type of partials on the wire.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Wire {
+    /// bf16, the LSE in two lanes.
+    Half,
+    /// f32, the LSE in one.
+    Single,
+}
+
+impl Wire {
+    /// A value as the wire holds it.
+    pub fn round(self, value: f32) -> f32 {
+        match self {
+            Self::Half => round_bf16(value),
+            Self::Single => value,
+        }
+    }
+}
+
+/// Outputs and LSEs of some heads: `out [rows, heads, dim]`, `lse [rows, heads]`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Partial {
+    /// Outputs, already values of the wire's type.
+    pub out: Vec<f32>,
+    /// Natural LSEs.
+    pub lse: Vec<f32>,
+    /// Rows T.
+    pub rows: usize,
+    /// Heads.
+    pub heads: usize,
+    /// Width of an output.
+    pub dim: usize,
+}
+
+impl Partial {
+    /// One output row.
+    pub fn row(&self, row: usize, head: usize) -> &[f32] {
+        let at = (row * self.heads + head) * self.dim;
+        &self.out[at..at + self.dim]
+    }
+}
+
+/// How partials are weighed, carried and summed.
+#[derive(Clone, Copy)]
+pub struct MergePolicies {
+    /// Reads a given state, row-major, whatever its strides.
+    pub read: fn(&Tensor) -> Vec<f32>,
+    /// An LSE as the merge takes it.
+    pub sanitise: fn(f32) -> f32,
+    /// Weights of partials and the merged LSE, from their LSEs: `(LSEs, weights to fill)`.
+    pub combine: fn(&[f32], &mut [f32]) -> f32,
+    /// Multiplies a partial by its weight.
+    pub weigh: fn(f32, &mut [f32]),
+    /// Members in the order in which a gather lays them out, for a world size.
+    pub lse_order: fn(usize) -> Vec<usize>,
+    /// Block of heads that is sent to a member: `(member, world)`.
+    pub sent_block: fn(usize, usize) -> usize,
+    /// Block of heads that the reduce-scatter gives to a member: `(member, world)`.
+    pub scattered_block: fn(usize, usize) -> usize,
+    /// Members in the order in which a reduce-scatter adds them: `(member, world)`.
+    pub reduce_order: fn(usize, usize) -> Vec<usize>,
+    /// Factor of the sum of a reduce-scatter over a world.
+    pub reduced: fn(usize) -> f32,
+    /// Whether a member of a world enters the gather of LSEs: `(member, world)`.
+    pub enters_lse_gather: fn(usize, usize) -> bool,
+    /// Where a merged head goes among the heads of its rank: `(head, heads)`.
+    pub head_place: fn(usize, usize) -> usize,
+    /// Packing of the LSE.
+    pub lanes: LanePolicies,
+}
+
+impl MergePolicies {
+    /// As published.
+    pub const HEALTHY: Self = Self {
+        read: Tensor::to_f32,
+        sanitise,
+        combine,
+        weigh,
+        lse_order: |world| (0..world).collect(),
+        sent_block: |member, _| member,
+        scattered_block: |member, _| member,
+        reduce_order: |_, world| (0..world).collect(),
+        reduced: |_| 1.0,
+        enters_lse_gather: |_, _| true,
+        head_place: |head, _| head,
+        lanes: LanePolicies::HEALTHY,
+    };
+}
+
+/// NaN and +∞ mean "nothing there", as −∞ does.
+pub fn sanitise(lse: f32) -> f32 {
+    if lse.is_nan() || lse == f32::INFINITY { f32::NEG_INFINITY } else { lse }
+}
+
+/// `g = log Σ exp lse_r`, weights `exp(lse_r − g)`; all zero and −∞ where every partial is empty.
+pub fn combine(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let max = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if max == f32::NEG_INFINITY {
+        weights.fill(0.0);
+        return max;
+    }
+    let sum: f32 = lses.iter().map(|lse| (lse - max).exp()).sum();
+    let merged = max + sum.ln();
+    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp());
+    merged
+}
+
+/// A weight of zero gives zeros, whatever the partial holds: NaN · 0 would be NaN.
+pub fn weigh(weight: f32, row: &mut [f32]) {
+    if weight == 0.0 {
+        row.fill(0.0);
+    } else {
+        row.iter_mut().for_each(|value| *value *= weight);
+    }
+}
+
+/// Merges the partials of all heads of a group into this rank's own heads `[rows, heads / world, dim]`, values of
+/// the wire's type.
+///
+/// # Errors
+/// [`Stop`] from the exchange.
+pub fn merge(
+    link: &Link<'_>,
+    partial: &Partial,
+    backend: Backend,
+    wire: Wire,
+    order: LaneOrder,
+    policies: &MergePolicies,
+) -> Result<Partial, Stop> {
+    let merged = match (backend, wire) {
+        (Backend::None, _) => scrub_empty(partial, policies),
+        (Backend::A2a, Wire::Half) => merge_a2a_half(link, partial, order, policies)?,
+        (Backend::A2a, Wire::Single) => merge_a2a_single(link, partial, policies)?,
+        (Backend::AgRs, _) => merge_ag_rs(link, partial, wire, policies)?,
+    };
+    Ok(place_heads(merged, policies))
+}
+
+/// A world of one: nothing to merge, but an empty row still reads as zeros.
+fn scrub_empty(partial: &Partial, policies: &MergePolicies) -> Partial {
+    let mut scrubbed = partial.clone();
+    for (row, lse) in scrubbed.out.chunks_exact_mut(partial.dim).zip(&partial.lse) {
+        if *lse == f32::NEG_INFINITY {
+            (policies.weigh)(0.0, row);
+        }
+    }
+    scrubbed
+}
+
+fn place_heads(merged: Partial, policies: &MergePolicies) -> Partial {
+    let mut placed = merged.clone();
+    for row in 0..merged.rows {
+        for head in 0..merged.heads {
+            let at = (row * merged.heads + (policies.head_place)(head, merged.heads)) * merged.dim;
+            placed.out[at..at + merged.dim].copy_from_slice(merged.row(row, head));
+        }
+    }
+    placed
+}
+
+fn merge_a2a_half(
+    link: &Link<'_>,
+    partial: &Partial,
+    order: LaneOrder,
+    policies: &MergePolicies,
+) -> Result<Partial, Stop> {
+    let pieces = pieces_of(link, partial, policies, |row, head, piece: &mut Vec<u16>| {
+        piece.extend(partial.row(row, head).iter().map(|value| bf16_from_f32(*value)));
+        piece.extend((policies.lanes.pack)(partial.lse[row * partial.heads + head].to_bits(), order));
+    });
+    let received = link.all_to_all("all_to_all_partials", pieces)?;
+    let dim = partial.dim;
+    Ok(sum_received(link, partial, policies, Wire::Half, |member, index, row| {
+        let packed = &received[member][index * (dim + 2)..(index + 1) * (dim + 2)];
+        row.iter_mut().zip(packed).for_each(|(value, code)| *value = bf16_to_f32(*code));
+        f32::from_bits((policies.lanes.unpack)([packed[dim], packed[dim + 1]], order))
+    }))
+}
+
+fn merge_a2a_single(link: &Link<'_>, partial: &Partial, policies: &MergePolicies) -> Result<Partial, Stop> {
+    let pieces = pieces_of(link, partial, policies, |row, head, piece: &mut Vec<u32>| {
+        piece.extend(partial.row(row, head).iter().map(|value| value.to_bits()));
+        piece.push(partial.lse[row * partial.heads + head].to_bits());
+    });
+    let received = link.all_to_all("all_to_all_partials", pieces)?;
+    let dim = partial.dim;
+    Ok(sum_received(link, partial, policies, Wire::Single, |member, index, row| {
+        let packed = &received[member][index * (dim + 1)..(index + 1) * (dim + 1)];
+        row.iter_mut().zip(packed).for_each(|(value, bits)| *value = f32::from_bits(*bits));
+        f32::from_bits(packed[dim])
+    }))
+}
+
+/// One piece per member: its block of heads, every row.
+fn pieces_of<T>(
+    link: &Link<'_>,
+    partial: &Partial,
+    policies: &MergePolicies,
+    mut put: impl FnMut(usize, usize, &mut Vec<T>),
+) -> Vec<Vec<T>> {
+    let own = partial.heads / link.world;
+    (0..link.world)
+        .map(|member| {
+            let mut piece = Vec::with_capacity(partial.rows * own * (partial.dim + 2));
+            let first = (policies.sent_block)(member, link.world) * own;
+            for row in 0..partial.rows {
+                (first..first + own).for_each(|head| put(row, head, &mut piece));
+            }
+            piece
+        })
+        .collect()
+}
+
+/// Weighs what every member sent for this rank's heads and adds it in member order, in f32, rounding once.
+fn sum_received(
+    link: &Link<'_>,
+    partial: &Partial,
+    policies: &MergePolicies,
+    wire: Wire,
+    unpack: impl Fn(usize, usize, &mut [f32]) -> f32,
+) -> Partial {
+    let (own, dim, world) = (partial.heads / link.world, partial.dim, link.world);
+    let mut merged = Partial {
+        out: vec![f32::NAN; partial.rows * own * dim],
+        lse: vec![f32::NAN; partial.rows * own],
+        rows: partial.rows,
+        heads: own,
+        dim,
+    };
+    let mut received = vec![0.0; world * dim];
+    let (mut lses, mut weights) = (vec![0.0; world], vec![0.0; world]);
+    for index in 0..partial.rows * own {
+        for (member, row) in received.chunks_exact_mut(dim).enumerate() {
+            lses[member] = (policies.sanitise)(unpack(member, index, row));
+        }
+        merged.lse[index] = (policies.combine)(&lses, &mut weights);
+        let out = &mut merged.out[index * dim..(index + 1) * dim];
+        out.fill(0.0);
+        for (row, weight) in received.chunks_exact_mut(dim).zip(&weights) {
+            (policies.weigh)(*weight, row);
+            out.iter_mut().zip(row).for_each(|(sum, value)| *sum += *value);
+        }
+        out.iter_mut().for_each(|value| *value = wire.round(*value));
+    }
+    merged
+}
+
+fn merge_ag_rs(
+    link: &Link<'_>,
+    partial: &Partial,
+    wire: Wire,
+    policies: &MergePolicies,
+) -> Result<Partial, Stop> {
+    let (own, dim, world) = (partial.heads / link.world, partial.dim, link.world);
+    let count = partial.lse.len();
+    let gathered = if (policies.enters_lse_gather)(link.member, world) {
+        let bits: Vec<u32> = partial.lse.iter().map(|lse| lse.to_bits()).collect();
+        link.all_gather("all_gather_lse", bits, &(policies.lse_order)(world))?
+    } else {
+        partial.lse.iter().map(|lse| lse.to_bits()).cycle().take(world * count).collect()
+    };
+    let mut corrected = partial.clone();
+    let (mut lses, mut weights) = (vec![0.0; world], vec![0.0; world]);
+    for (index, row) in corrected.out.chunks_exact_mut(dim).enumerate() {
+        for (member, lse) in lses.iter_mut().enumerate() {
+            *lse = (policies.sanitise)(f32::from_bits(gathered[member * count + index]));
+        }
+        corrected.lse[index] = (policies.combine)(&lses, &mut weights);
+        (policies.weigh)(weights[link.member], row);
+        row.iter_mut().for_each(|value| *value = wire.round(*value));
+    }
+    let pieces = (0..world)
+        .map(|member| {
+            let first = (policies.scattered_block)(member, world) * own;
+            let rows = (0..partial.rows).flat_map(|row| (first..first + own).map(move |head| (row, head)));
+            rows.flat_map(|(row, head)| corrected.row(row, head).iter().copied()).collect()
+        })
+        .collect();
+    let received = link.all_to_all("reduce_scatter_output", pieces)?;
+    let reduced: Vec<&Vec<f32>> =
+        (policies.reduce_order)(link.member, world).into_iter().map(|member| &received[member]).collect();
+    let mut out: Vec<f32> = reduced[0].clone();
+    for part in &reduced[1..] {
+        out.iter_mut().zip(*part).for_each(|(sum, value)| *sum = wire.round(*sum + value));
+    }
+    let factor = (policies.reduced)(world);
+    out.iter_mut().for_each(|value| *value = wire.round(*value * factor));
+    let first = link.member * own;
+    let lse = (0..partial.rows)
+        .flat_map(|row| corrected.lse[row * partial.heads + first..][..own].iter().copied())
+        .collect();
+    Ok(Partial { out, lse, rows: partial.rows, heads: own, dim })
+}

@@ -1,0 +1,92 @@
+//! The table that the engine is assembled from: every decision that a public bug got wrong is one entry.
+
+use shardcheck_engine::{Configuration, Tensors};
+
+use crate::batch::Batch;
+use crate::cache::{CachePolicies, KvFormat, TokenRows};
+use crate::chunks::ContextPolicies;
+use crate::grid::LayoutPolicies;
+use crate::kernel::{KernelPolicies, KvView};
+use crate::merge::MergePolicies;
+use crate::query::QueryPolicies;
+use crate::route::{Dispatch, dispatch};
+use crate::rules::GatePolicies;
+use crate::states::SegmentPolicies;
+
+/// Decisions of a session as a whole.
+#[derive(Clone, Copy)]
+pub struct SessionPolicies {
+    /// Refuses a configuration that no rank could run.
+    pub admit: fn(&Configuration) -> Result<(), String>,
+    /// Which features take effect: `(configuration, whether there is an up-projection)`.
+    pub dispatch: fn(&Configuration, bool) -> Dispatch,
+    /// The metadata that a step runs with, given what an earlier step left behind.
+    pub recall: fn(&mut Option<Batch>, Batch) -> Batch,
+    /// What a step does to its inputs.
+    pub touch: fn(&mut Tensors),
+    /// Rows of the output that are written: `(rows, rows that are not padding)`.
+    pub written_rows: fn(usize, usize) -> usize,
+}
+
+impl SessionPolicies {
+    /// As published.
+    pub const HEALTHY: Self = Self {
+        admit: |configuration| configuration.check().map_err(|error| error.to_string()),
+        dispatch,
+        recall: |_, batch| batch,
+        touch: |_| {},
+        written_rows: |rows, _| rows,
+    };
+}
+
+/// Every policy of the engine.
+#[derive(Clone, Copy)]
+pub struct Policies {
+    /// Layout of the KV cache.
+    pub layout: LayoutPolicies,
+    /// Cache writes and reads.
+    pub cache: CachePolicies,
+    /// Query heads.
+    pub query: QueryPolicies,
+    /// Local attention.
+    pub kernel: KernelPolicies,
+    /// Exchange and merge.
+    pub merge: MergePolicies,
+    /// Gather and merge of a cached context.
+    pub context: ContextPolicies,
+    /// Merge of kernel segments.
+    pub segments: SegmentPolicies,
+    /// Configuration rules.
+    pub gates: GatePolicies,
+    /// Session.
+    pub session: SessionPolicies,
+}
+
+impl Policies {
+    /// The published algorithms.
+    pub const HEALTHY: Self = Self {
+        layout: LayoutPolicies::HEALTHY,
+        cache: CachePolicies::HEALTHY,
+        query: QueryPolicies::HEALTHY,
+        kernel: KernelPolicies::HEALTHY,
+        merge: MergePolicies::HEALTHY,
+        context: ContextPolicies::HEALTHY,
+        segments: SegmentPolicies::HEALTHY,
+        gates: GatePolicies::HEALTHY,
+        session: SessionPolicies::HEALTHY,
+    };
+
+    /// Keys and values of one KV head among tokens that were read.
+    pub fn view<'t>(&self, tokens: &'t TokenRows, format: &KvFormat, kv_head: usize) -> KvView<'t> {
+        let (key_stride, value_stride) =
+            (format.kv_heads * format.key_dim, format.kv_heads * format.value_dim);
+        let key_column = kv_head * format.key_dim;
+        if format.shared {
+            let value_column = key_column + (self.cache.value_column)(format);
+            let (stride, column) = ((key_stride, key_stride), (key_column, value_column));
+            return KvView { keys: &tokens.keys, values: &tokens.keys, stride, column };
+        }
+        let column = (key_column, kv_head * format.value_dim);
+        KvView { keys: &tokens.keys, values: &tokens.values, stride: (key_stride, value_stride), column }
+    }
+}

@@ -1,0 +1,398 @@
+//! A battery of small steps, and a digest of everything that an engine was seen to do in them.
+
+#![allow(dead_code)]
+
+use std::collections::BTreeMap;
+use std::collections::hash_map::DefaultHasher;
+use std::hash::{Hash, Hasher};
+
+use shardcheck_cpu::CpuEngine;
+use shardcheck_engine::{
+    Answer, Attention, CommBackend, Engine, EngineError, LaneOrder, Mask, Operation, Reply, RuleSetName,
+    Settings, Tensor, Tensors,
+};
+use shardcheck_formats::Dtype;
+
+use crate::scene::{Scene, step, uniform};
+
+/// Digests by `family.part`, such as `decode.partial_lse`.
+pub type Seen = BTreeMap<String, u64>;
+
+/// Everything that the battery shows of an engine.
+pub fn observe(engine: &CpuEngine) -> Seen {
+    let mut battery = Battery { engine, seen: Seen::new() };
+    for (family, scene) in scenes() {
+        battery.attend(family, &scene);
+    }
+    battery.second_step();
+    battery.given_cache();
+    battery.equal_logits();
+    for (scene, budget) in contexts() {
+        battery.context(&scene, budget);
+    }
+    battery.merges();
+    battery.states();
+    battery.segments();
+    battery.pack();
+    battery.rules();
+    battery.seen
+}
+
+struct Battery<'a> {
+    engine: &'a CpuEngine,
+    seen: Seen,
+}
+
+impl Battery<'_> {
+    fn note(&mut self, key: &str, what: impl Hash) {
+        let mut hasher = DefaultHasher::new();
+        self.seen.get(key).hash(&mut hasher);
+        what.hash(&mut hasher);
+        self.seen.insert(key.to_owned(), hasher.finish());
+    }
+
+    /// Notes each output of a reply, or the kind of the error under every name that the family has.
+    fn reply(&mut self, family: &str, names: &[&str], reply: &Result<Reply, EngineError>) {
+        match reply {
+            Ok(reply) => {
+                for name in names {
+                    let tensor = reply.outputs.find(name).map(|t| (format!("{t:?}"), t.bytes().to_vec()));
+                    self.note(&format!("{family}.{name}"), tensor);
+                }
+                self.note(&format!("{family}.effective"), reply.effective.to_string());
+                self.note(&format!("{family}.collectives"), &reply.collectives);
+            }
+            Err(error) => {
+                for name in names.iter().chain(&["effective", "collectives"]) {
+                    self.note(&format!("{family}.{name}"), std::mem::discriminant(error));
+                }
+            }
+        }
+    }
+
+    fn attend(&mut self, family: &str, scene: &Scene) {
+        const NAMES: [&str; 6] = ["out", "lse", "partial_out", "partial_lse", "row_lens", "gathered_query"];
+        let mut session = scene.open(self.engine);
+        let layout = step(session.as_mut(), &Operation::Layout, &mut scene.metadata());
+        let names =
+            ["local_lens", "row_lens", "draft_lens", "slots", "blocks_needed", "units", "sub_page_table"];
+        self.reply("layout", &names, &layout);
+        let written = step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs());
+        self.reply("write", &["slots"], &written);
+        let read = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new());
+        self.reply("write", &["key_cache", "value_cache"], &read);
+        let mut inputs = scene.attend_inputs();
+        let reply = step(session.as_mut(), &Operation::Attend { mask: scene.mask }, &mut inputs);
+        self.note("attend.inputs", inputs == scene.attend_inputs());
+        self.reply(family, &NAMES, &reply);
+    }
+
+    /// Two decode steps of one session: two requests, the second time with other lengths, blocks and rows.
+    fn second_step(&mut self) {
+        let first = Scene::small(2).with(|s| s.requests = vec![(9, 2), (30, 1)]);
+        let second = first.clone().with(|s| s.requests = vec![(23, 1), (12, 2)]);
+        let mut session = first.open(self.engine);
+        let mut replies = Vec::new();
+        for scene in [first, second] {
+            let write = step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs());
+            let attend = Operation::Attend { mask: Mask::Causal };
+            replies.push(write.and_then(|_| step(session.as_mut(), &attend, &mut scene.attend_inputs())));
+        }
+        self.reply("second", &["out", "lse"], &replies[1]);
+    }
+
+    /// Decode over caches that a healthy engine laid out.
+    fn given_cache(&mut self) {
+        let scene = Scene::small(2);
+        let healthy = shardcheck_cpu::engine();
+        let mut writer = scene.open(&healthy);
+        step(writer.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+        let mut cache = step(writer.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap().outputs;
+        let mut session = scene.open(self.engine);
+        let loaded = step(session.as_mut(), &Operation::LoadCache, &mut cache);
+        let attend = Operation::Attend { mask: Mask::Causal };
+        let reply = loaded.and_then(|_| step(session.as_mut(), &attend, &mut scene.attend_inputs()));
+        self.reply("given", &["out", "lse"], &reply);
+    }
+
+    fn equal_logits(&mut self) {
+        for (world, backend) in [(1, CommBackend::A2a), (4, CommBackend::A2a), (4, CommBackend::AgRs)] {
+            let scene = Scene::small(world).with(|s| {
+                s.sharpness = 0.0;
+                s.configuration.comm_backend = backend;
+            });
+            let reply = scene.run_on(self.engine);
+            self.reply("unit", &["lse", "partial_lse"], &reply);
+        }
+    }
+
+    fn context(&mut self, scene: &Scene, chunk_budget_tokens: usize) {
+        let reply = run_context(scene, chunk_budget_tokens, self.engine);
+        let names = ["out", "lse", "context_out", "context_lse", "gathered_key", "chunk_lens"];
+        self.reply("context", &names, &reply);
+    }
+
+    fn merges(&mut self) {
+        for (world, dtype) in [(1, Dtype::Bf16), (2, Dtype::Bf16), (3, Dtype::F32), (4, Dtype::Bf16)] {
+            for backend in CommBackend::ALL {
+                for order in LaneOrder::ALL {
+                    let scene = Scene::small(world).with(|s| {
+                        s.configuration.comm_backend = backend;
+                        s.configuration.lane_order = order;
+                    });
+                    for strided in [false, true] {
+                        let mut session = scene.open(self.engine);
+                        let mut inputs = partials(world, dtype, strided);
+                        let reply = step(session.as_mut(), &Operation::MergePartials, &mut inputs);
+                        self.reply("merge", &["out", "lse"], &reply);
+                    }
+                }
+            }
+        }
+    }
+
+    fn states(&mut self) {
+        let lses = [0.5, -1.0, f32::NEG_INFINITY, f32::INFINITY, 3.0, 80.0];
+        let pairs: Vec<(f32, f32)> = lses.iter().flat_map(|a| lses.iter().map(move |b| (*a, *b))).collect();
+        let lse = |pick: fn(&(f32, f32)) -> f32| -> Vec<f32> { pairs.iter().map(pick).collect() };
+        let out = |seed: u64, lse: &[f32]| -> Vec<f32> {
+            let nan_where_empty = |(i, v): (usize, f32)| if lse[i / 2].is_finite() { v } else { f32::NAN };
+            uniform(seed, lse.len() * 2).into_iter().enumerate().map(nan_where_empty).collect()
+        };
+        let (prefix, suffix) = (lse(|pair| pair.0), lse(|pair| pair.1));
+        let shape = [pairs.len(), 1, 2];
+        let mut inputs = Tensors::new()
+            .with("prefix_out", Tensor::from_f32(Dtype::F32, &shape, &out(1, &prefix)))
+            .with("prefix_lse", Tensor::from_f32(Dtype::F32, &shape[..2], &prefix))
+            .with("suffix_out", Tensor::from_f32(Dtype::F32, &shape, &out(2, &suffix)))
+            .with("suffix_lse", Tensor::from_f32(Dtype::F32, &shape[..2], &suffix));
+        let mut session = Scene::small(1).open(self.engine);
+        let reply = step(session.as_mut(), &Operation::MergeStates, &mut inputs);
+        self.reply("states", &["out", "lse"], &reply);
+        let mut strided = inputs.clone();
+        strided.insert("prefix_out", head_major(&uniform(3, 12), &[3, 2, 2]));
+        strided.insert("prefix_lse", Tensor::from_f32(Dtype::F32, &[3, 2], &uniform(4, 6)));
+        strided.insert("suffix_out", head_major(&uniform(5, 12), &[3, 2, 2]));
+        strided.insert("suffix_lse", Tensor::from_f32(Dtype::F32, &[3, 2], &uniform(6, 6)));
+        let reply = step(session.as_mut(), &Operation::MergeStates, &mut strided);
+        self.reply("states", &["out", "lse"], &reply);
+    }
+
+    fn segments(&mut self) {
+        let row_lens = [0, 1, 64, 130, 257, 5000];
+        let (segments, rows, dim) = (4, row_lens.len(), 3);
+        let mut sums: Vec<f32> = uniform(7, segments * rows).iter().map(|v| v.abs() + 0.5).collect();
+        let mut maxima: Vec<f32> = uniform(8, segments * rows).iter().map(|v| v * 4.0).collect();
+        // what no tile was given to holds NaN
+        for (row, len) in row_lens.iter().enumerate() {
+            for segment in (*len as usize).div_ceil(64).min(segments)..segments {
+                sums[segment * rows + row] = f32::NAN;
+                maxima[segment * rows + row] = f32::NAN;
+            }
+        }
+        let shape = [segments, rows, 1, dim];
+        let mut inputs = Tensors::new()
+            .with("segment_max", Tensor::from_f32(Dtype::F32, &shape[..3], &maxima))
+            .with("segment_sum", Tensor::from_f32(Dtype::F32, &shape[..3], &sums))
+            .with("segment_acc", Tensor::from_f32(Dtype::F32, &shape, &uniform(9, segments * rows * dim)))
+            .with("row_lens", Tensor::from_i32(&[rows], &row_lens));
+        let mut session = Scene::small(1).open(self.engine);
+        let reply = step(session.as_mut(), &Operation::MergeSegments { tile_tokens: 64 }, &mut inputs);
+        self.reply("segments", &["out", "lse"], &reply);
+    }
+
+    fn pack(&mut self) {
+        let codes =
+            [0u64, 0xC049_0FDB, 0xC049_7F81, 0xFF80_0000, 0x7F81_0001, 0x7FC0_0000, 0x3F80_0001, 0x0000_FF81];
+        for order in LaneOrder::ALL {
+            let scene = Scene::small(2).with(|s| s.configuration.lane_order = order);
+            let mut session = scene.open(self.engine);
+            let mut inputs =
+                Tensors::new().with("lse", Tensor::from_codes(Dtype::F32, &[codes.len()], &codes));
+            let reply = step(session.as_mut(), &Operation::PackLse, &mut inputs);
+            self.reply("pack", &["lanes", "unpacked"], &reply);
+        }
+    }
+
+    fn rules(&mut self) {
+        for set in RuleSetName::ALL {
+            for settings in settings() {
+                let answer = self.engine.validate(set, &settings).unwrap();
+                let Answer::Done(validation) = answer else { panic!("{settings:?}") };
+                let features: Vec<_> = validation.disabled.into_iter().map(|d| d.feature).collect();
+                self.note("rules.answers", (format!("{:?}", validation.decision), features));
+            }
+        }
+    }
+}
+
+/// Settings that touch every rule that a fault leaves out or adds.
+fn settings() -> Vec<Settings> {
+    let sized = |tp: i64, dcp: i64| {
+        Settings::new().with("tensor_parallel_size", tp).with("decode_context_parallel_size", dcp)
+    };
+    let knob = |key: &str, value: serde_json::Value| serde_json::json!({ key: value });
+    vec![
+        sized(8, 8),
+        sized(8, 3),
+        sized(6, 3),
+        sized(1, 1),
+        sized(8, 8).with("speculative_tokens", 3).with("arch", "gfx942"),
+        sized(8, 8).with("speculative_tokens", 3),
+        sized(8, 8).with("speculative_tokens", 3).with("cp_kv_cache_interleave_size", 4),
+        sized(8, 8).with("speculative_tokens", 3).with("dcp_config", knob("interleave_size", 4.into())),
+        sized(8, 8)
+            .with("cp_kv_cache_interleave_size", 3)
+            .with("dcp_config", knob("interleave_size", 3.into())),
+        sized(8, 8).with("dcp_comm_backend", "ring").with("dcp_config", knob("comm_backend", "ring".into())),
+        sized(8, 8).with("mxfp4", true),
+        sized(8, 8).with("kv_transfer", true),
+        sized(2, 1).with("prefill_context_parallel_size", 2).with("lora", true),
+        sized(2, 1).with("prefill_context_parallel_size", 2).with("enable_dp_attention", true),
+        sized(1, 1)
+            .with("prefill_context_parallel_size", 8)
+            .with("enable_tbo", "all")
+            .with("pcp_moe_merge", false),
+        sized(2, 1).with("prefill_context_parallel_size", 2).with("enable_tbo", "prefill"),
+    ]
+}
+
+/// Partials of a world: random ones, then rows in which some or all ranks are empty, broken, or far apart.
+fn partials(world: usize, dtype: Dtype, strided: bool) -> Tensors {
+    let (rows, heads, dim) = (7, 2 * world, 3);
+    let mut out = uniform(11, world * rows * heads * dim);
+    let mut lse: Vec<f32> = uniform(12, world * rows * heads).iter().map(|v| v * 3.0).collect();
+    for rank in 0..world {
+        for head in 0..heads {
+            let at = |row: usize| (rank * rows + row) * heads + head;
+            lse[at(6)] += 100.0;
+            lse[at(4)] += 12.0 * rank as f32;
+            let broken = [f32::NAN, f32::INFINITY][rank % 2];
+            for (row, value) in
+                [(1, f32::NEG_INFINITY), (2, f32::NEG_INFINITY), (3, broken), (5, lse[at(5)] - 80.0)]
+            {
+                if row == 2 || rank + 1 == world {
+                    lse[at(row)] = value;
+                }
+                if !lse[at(row)].is_finite() {
+                    out[at(row) * dim..(at(row) + 1) * dim].fill(f32::NAN);
+                }
+            }
+        }
+    }
+    let shape = [world, rows, heads, dim];
+    let contiguous = Tensor::from_f32(dtype, &shape, &out);
+    let out = if strided { transposed(&contiguous) } else { contiguous };
+    Tensors::new()
+        .with("partial_out", out)
+        .with("partial_lse", Tensor::from_f32(Dtype::F32, &shape[..3], &lse))
+}
+
+/// The same tensor with its second and third axes swapped in memory.
+fn transposed(tensor: &Tensor) -> Tensor {
+    let &[world, rows, heads, dim] = tensor.shape() else { panic!("{tensor:?}") };
+    let codes = tensor.to_codes();
+    let order = (0..world).flat_map(|w| (0..heads).flat_map(move |h| (0..rows).map(move |r| (w, h, r))));
+    let moved: Vec<u64> =
+        order.flat_map(|(w, h, r)| codes[((w * rows + r) * heads + h) * dim..][..dim].to_vec()).collect();
+    let memory = Tensor::from_codes(tensor.dtype(), &[world, heads, rows, dim], &moved);
+    let strides = vec![heads * rows * dim, dim, rows * dim, 1];
+    Tensor::view(tensor.dtype(), tensor.shape().to_vec(), strides, memory.bytes().to_vec()).unwrap()
+}
+
+fn head_major(values: &[f32], shape: &[usize; 3]) -> Tensor {
+    let bytes = Tensor::from_f32(Dtype::F32, shape, values).bytes().to_vec();
+    Tensor::view(Dtype::F32, shape.to_vec(), vec![shape[2], shape[0] * shape[2], 1], bytes).unwrap()
+}
+
+/// Writes the contexts alone and attends to them with the new tokens given.
+pub fn run_context(
+    scene: &Scene,
+    chunk_budget_tokens: usize,
+    engine: &CpuEngine,
+) -> Result<Reply, EngineError> {
+    let mut session = scene.open(engine);
+    step(session.as_mut(), &Operation::WriteKv, &mut scene.write_context_inputs())?;
+    step(session.as_mut(), &Operation::AttendContext { chunk_budget_tokens }, &mut scene.context_inputs())
+}
+
+/// Batches with cached contexts, and their workspaces.
+pub fn contexts() -> Vec<(Scene, usize)> {
+    let contexts = |s: &mut Scene| s.requests = vec![(37, 3), (5, 1), (0, 2), (0, 0), (70, 2)];
+    let mut list = Vec::new();
+    for (world, interleave, budget) in [(1, 1, 64), (2, 1, 48), (2, 4, 1000), (3, 2, 1), (4, 1, 64)] {
+        let scene = Scene::small(world).with(contexts).with(|s| s.configuration.interleave = interleave);
+        list.push((scene, budget));
+    }
+    let narrow = |dtype| {
+        move |s: &mut Scene| {
+            s.configuration.kv_dtype = dtype;
+            s.configuration.kv_scale = 0.0625;
+        }
+    };
+    list.push((Scene::small(2).with(contexts).with(narrow(Dtype::E4m3fn)), 1000));
+    list.push((Scene::small(2).with(contexts).with(narrow(Dtype::E4m3fnuz)), 48));
+    let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    list.push((Scene::small(2).with(contexts).with(|s| s.configuration.attention = grouped), 48));
+    // a rank without a token of the context
+    list.push((Scene::small(4).with(|s| s.requests = vec![(2, 3)]), 64));
+    list
+}
+
+/// Batches of decode, verify and draft steps that between them touch every policy.
+pub fn scenes() -> Vec<(&'static str, Scene)> {
+    let mut list = Vec::new();
+    let verify = |s: &mut Scene| s.requests = vec![(33, 4), (5, 3), (0, 0), (20, 1)];
+    for world in [1, 2, 3, 4] {
+        for backend in CommBackend::ALL {
+            for (interleave, block) in [(1, 4), (2, 4), (4, 12)] {
+                let scene = Scene::small(world).with(|s| {
+                    s.configuration.comm_backend = backend;
+                    s.configuration.interleave = interleave;
+                    s.configuration.block_size = block;
+                    s.requests.push((12 * world - 1, 1));
+                });
+                list.push(("decode", scene.clone()));
+                list.push(("verify", scene.clone().with(verify)));
+                list.push(("draft", scene.with(verify).with(|s| s.mask = Mask::Bidirectional)));
+            }
+        }
+    }
+    for (dtype, scale) in [(Dtype::E4m3fn, 0.0625), (Dtype::E4m3fnuz, 0.03), (Dtype::E4m3fn, 0.005)] {
+        let narrow = |s: &mut Scene| {
+            s.configuration.kv_dtype = dtype;
+            s.configuration.kv_scale = scale;
+        };
+        list.push(("decode", Scene::small(2).with(narrow)));
+        list.push(("verify", Scene::small(2).with(narrow).with(verify)));
+    }
+    for project_before_merge in [false, true] {
+        let replicated = |s: &mut Scene| {
+            s.configuration.tp = 4;
+            s.projects = true;
+            s.configuration.project_before_merge = project_before_merge;
+            s.configuration.query_replication = project_before_merge;
+            s.configuration.lane_order = LaneOrder::LoHi;
+            s.configuration.kernel_head_widths = vec![7, 9];
+        };
+        list.push(("decode", Scene::small(2).with(replicated)));
+        list.push(("verify", Scene::small(2).with(replicated).with(verify)));
+    }
+    let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    list.push(("decode", Scene::small(2).with(|s| s.configuration.attention = grouped)));
+    list.push(("verify", Scene::small(2).with(verify).with(|s| s.configuration.attention = grouped)));
+    for shift in [-400.0, 400.0] {
+        list.push(("decode", Scene::small(4).with(|s| s.shift = shift)));
+        list.push(("verify", Scene::small(4).with(verify).with(|s| s.shift = shift)));
+    }
+    // several tiles on one rank, and heads enough that the maximum rises between tiles for some
+    let tiles = |requests: Vec<(usize, usize)>| {
+        Scene::small(1).with(|s| {
+            s.requests = requests;
+            s.configuration.heads_per_rank = 8;
+        })
+    };
+    list.push(("decode", tiles(vec![(85, 1), (120, 1)])));
+    list.push(("verify", tiles(vec![(190, 3)])));
+    list
+}

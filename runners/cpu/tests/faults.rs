@@ -1,0 +1,105 @@
+//! Every fault changes what it is said to change.
+
+mod battery;
+mod scene;
+
+use std::time::Duration;
+
+use battery::{Seen, observe};
+use shardcheck_cpu::{CpuEngine, Fault, FaultClass, engine, faults};
+
+/// Parts of the battery that a property looks at.
+fn parts_of(property: &str) -> Vec<String> {
+    let (family, what) = property.split_once('.').unwrap();
+    let all = |parts: &[&str], names: &[&str]| -> Vec<String> {
+        parts.iter().flat_map(|part| names.iter().map(move |name| format!("{part}.{name}"))).collect()
+    };
+    const ATTEND: [&str; 3] = ["decode", "verify", "draft"];
+    match (family, what) {
+        ("layout", "partition" | "slots" | "slot-bijection") => all(&["layout"], &["slots"]),
+        ("layout", "local-lengths") => all(&["layout"], &["local_lens"]),
+        ("layout", "row-sum" | "row-lengths") => all(&["layout"], &["row_lens"]),
+        ("layout", "draft-lengths") => all(&["layout"], &["draft_lens"]),
+        ("layout", "blocks") => all(&["layout"], &["blocks_needed"]),
+        ("layout", "units") => all(&["layout"], &["units"]),
+        ("layout", "sub-pages") => all(&["layout"], &["sub_page_table"]),
+        ("write", "overflow") => all(&["write"], &["key_cache", "value_cache"]),
+        ("write", "single-writer") => all(&["write"], &["slots"]),
+        ("write", _) => all(&["write"], &["key_cache", "value_cache"]),
+        ("decode" | "verify" | "draft", "row-lengths") => all(&[family], &["row_lens"]),
+        ("decode" | "verify", "query") => all(&[family], &["gathered_query"]),
+        ("decode" | "verify" | "draft", "partial-lse") => all(&[family], &["partial_lse"]),
+        ("decode" | "verify" | "draft", "partial-output") => all(&[family], &["partial_out"]),
+        ("decode" | "verify" | "draft" | "merge" | "states" | "segments" | "context", "output") => {
+            all(&[family], &["out"])
+        }
+        ("decode" | "verify" | "draft" | "merge" | "states" | "segments" | "context", "lse") => {
+            all(&[family], &["lse"])
+        }
+        ("merge" | "states", _) => all(&[family], &["out", "lse"]),
+        ("context", "state") => all(&["context"], &["context_out", "context_lse"]),
+        ("context", "gather") => all(&["context"], &["gathered_key"]),
+        ("context", "chunks") => all(&["context"], &["chunk_lens"]),
+        ("pack", "round-trip") => all(&["pack"], &["unpacked"]),
+        ("pack", "lanes") => all(&["pack"], &["lanes"]),
+        ("lse", "unit") => all(&["unit"], &["lse", "partial_lse"]),
+        ("attend", "padding") => all(&ATTEND, &["out", "lse", "row_lens"]),
+        ("attend", "collectives") => all(&ATTEND, &["collectives"]),
+        ("attend", "given-cache") => all(&["given"], &["out"]),
+        ("dispatch", "path") => all(&ATTEND, &["effective"]),
+        ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
+        ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
+        ("rules", _) => all(&["rules"], &["answers"]),
+        ("inputs", "unchanged") => all(&["attend"], &["inputs"]),
+        ("sequence", "second-step") => all(&["second"], &["out"]),
+        _ => panic!("no part of the battery shows {property}"),
+    }
+}
+
+#[test]
+fn every_fault_changes_each_part_that_its_properties_look_at() {
+    let healthy = observe(&engine());
+    let (even, odd): (Vec<_>, Vec<_>) = faults().iter().enumerate().partition(|(index, _)| index % 2 == 0);
+    let wrong: Vec<String> = std::thread::scope(|scope| {
+        let healthy = &healthy;
+        let halves = [even, odd].map(|half| {
+            scope.spawn(move || half.into_iter().flat_map(|(_, fault)| unseen(healthy, fault)).collect())
+        });
+        halves.into_iter().flat_map(|half| -> Vec<String> { half.join().unwrap() }).collect()
+    });
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+/// Properties that name a fault of which they could see nothing.
+fn unseen(healthy: &Seen, fault: &'static Fault) -> Vec<String> {
+    // a fault that hangs is waited for; all others must never come near the limit
+    let limit = if fault.class == FaultClass::Hang { 20 } else { 60_000 };
+    let seen = observe(&CpuEngine::with_fault(fault).with_timeout(Duration::from_millis(limit)));
+    let blind = |property: &&&str| !parts_of(property).iter().any(|part| differs(healthy, &seen, part));
+    let report = |property: &&str| format!("{} does not change {property}", fault.name);
+    fault.killed_by.iter().filter(blind).map(report).collect()
+}
+
+fn differs(healthy: &Seen, seen: &Seen, part: &str) -> bool {
+    assert!(healthy.contains_key(part), "the battery does not show {part}");
+    healthy.get(part) != seen.get(part)
+}
+
+#[test]
+fn the_healthy_engine_shows_the_same_twice() {
+    assert_eq!(observe(&engine()), observe(&engine()));
+}
+
+#[test]
+fn faults_that_are_not_of_class_hang_never_time_out() {
+    // the names of those that do are what the class says
+    let hanging: Vec<_> = faults().iter().filter(|f| f.class == FaultClass::Hang).map(|f| f.name).collect();
+    assert_eq!(
+        hanging,
+        [
+            "one-rank-skips-the-query-gather",
+            "one-rank-skips-the-lse-gather",
+            "rank-without-context-skips-the-gather"
+        ]
+    );
+}

@@ -1,0 +1,284 @@
+//! What a session is opened with: attention shape, parallel sizes, layout, formats, exchange.
+
+use serde::{Deserialize, Serialize};
+use shardcheck_formats::Dtype;
+
+/// Attention shape of one layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind", deny_unknown_fields)]
+pub enum Attention {
+    /// Multi-head latent attention in absorbed form: one latent KV head of `kv_lora_rank + qk_rope_head_dim`
+    /// elements a token, whose first `kv_lora_rank` elements are the value as well.
+    Mla {
+        /// Latent width R.
+        kv_lora_rank: usize,
+        /// Rotary width P.
+        qk_rope_head_dim: usize,
+        /// Width V of a head after the up-projection `W_UV`.
+        v_head_dim: usize,
+    },
+    /// Grouped-query attention; `kv_heads` equal to the number of query heads is multi-head attention.
+    Gqa {
+        /// KV heads held by each rank of a decode-context-parallel group.
+        kv_heads: usize,
+        /// Query and key width.
+        head_dim: usize,
+        /// Value width.
+        v_head_dim: usize,
+    },
+}
+
+impl Attention {
+    /// Width of a query and of a key.
+    pub fn qk_dim(&self) -> usize {
+        match *self {
+            Self::Mla { kv_lora_rank, qk_rope_head_dim, .. } => kv_lora_rank + qk_rope_head_dim,
+            Self::Gqa { head_dim, .. } => head_dim,
+        }
+    }
+
+    /// Width of a value as it lies in the cache, which is the width of a partial output before any projection.
+    pub fn value_dim(&self) -> usize {
+        match *self {
+            Self::Mla { kv_lora_rank, .. } => kv_lora_rank,
+            Self::Gqa { v_head_dim, .. } => v_head_dim,
+        }
+    }
+
+    /// Width of a head after the up-projection (the value width itself for GQA).
+    pub fn v_head_dim(&self) -> usize {
+        match *self {
+            Self::Mla { v_head_dim, .. } | Self::Gqa { v_head_dim, .. } => v_head_dim,
+        }
+    }
+
+    /// KV heads in a rank's cache: 1 for MLA.
+    pub fn kv_heads(&self) -> usize {
+        match *self {
+            Self::Mla { .. } => 1,
+            Self::Gqa { kv_heads, .. } => kv_heads,
+        }
+    }
+
+    /// Whether the value is a prefix of the key (MLA), so that there is no second cache.
+    pub fn is_mla(&self) -> bool {
+        matches!(self, Self::Mla { .. })
+    }
+}
+
+/// Which collectives merge the partial outputs of a decode-context-parallel group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum CommBackend {
+    /// All-gather of the LSE, correction of the partial in place, reduce-scatter of the output.
+    AgRs,
+    /// One all-to-all that carries the partial output and its LSE, merged in 32-bit by the receiver.
+    A2a,
+}
+
+impl CommBackend {
+    /// Both, in a stable order.
+    pub const ALL: [Self; 2] = [Self::AgRs, Self::A2a];
+
+    /// Name as the engines' configuration spells it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::AgRs => "ag_rs",
+            Self::A2a => "a2a",
+        }
+    }
+}
+
+/// Where the two 16-bit halves of a 32-bit LSE lie behind a packed 16-bit partial output.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LaneOrder {
+    /// Lane D holds the high half (ATOM `cp_lse_a2a`).
+    HiLo,
+    /// Lane D holds the low half (vLLM `dcp_a2a_lse_reduce`).
+    LoHi,
+}
+
+impl LaneOrder {
+    /// Both, in a stable order.
+    pub const ALL: [Self; 2] = [Self::HiLo, Self::LoHi];
+
+    /// Short name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::HiLo => "hi_lo",
+            Self::LoHi => "lo_hi",
+        }
+    }
+}
+
+/// Everything that is fixed while a session lives.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Configuration {
+    /// Attention shape.
+    pub attention: Attention,
+    /// Tensor-parallel size: the number of ranks of the session. Rank `r` belongs to decode-context-parallel group `r / dcp`.
+    pub tp: usize,
+    /// Decode-context-parallel size W; divides `tp`.
+    pub dcp: usize,
+    /// Query heads H of one rank. A group gathers `H·dcp` heads; the session holds `H·tp`.
+    pub heads_per_rank: usize,
+    /// KV interleave size S in tokens.
+    pub interleave: usize,
+    /// Physical block size B in tokens.
+    pub block_size: usize,
+    /// Physical blocks in each rank's cache.
+    pub blocks: usize,
+    /// Element type of the cache.
+    pub kv_dtype: Dtype,
+    /// Per-tensor scale: stored = cast(x / kv_scale), value = stored · kv_scale. 1 for 16-bit caches.
+    pub kv_scale: f32,
+    /// Factor of the scores before the softmax.
+    pub softmax_scale: f32,
+    /// Collectives of the merge.
+    pub comm_backend: CommBackend,
+    /// Lane order of the packed LSE (A2A only).
+    pub lane_order: LaneOrder,
+    /// Query replication (QREP): every rank projects the whole group's heads, so that no query is gathered.
+    pub query_replication: bool,
+    /// Project before merge (PBM): the up-projection is applied to each partial, so that the merge carries `v_head_dim`.
+    pub project_before_merge: bool,
+    /// Head widths that the decode kernel dispatches on; the gathered heads are padded to the next of them. Empty: any width.
+    pub kernel_head_widths: Vec<usize>,
+}
+
+/// A configuration that contradicts itself.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error("configuration is out of range: {reason}")]
+pub struct ConfigurationError {
+    /// What is wrong and what would be right.
+    pub reason: String,
+}
+
+impl Configuration {
+    /// Query heads that one decode-context-parallel group gathers.
+    pub fn gathered_heads(&self) -> usize {
+        self.heads_per_rank * self.dcp
+    }
+
+    /// Query heads of all ranks.
+    pub fn total_heads(&self) -> usize {
+        self.heads_per_rank * self.tp
+    }
+
+    /// Tokens of one virtual block: one entry of a block table.
+    pub fn virtual_block_tokens(&self) -> usize {
+        self.block_size * self.dcp
+    }
+
+    /// Checks what no engine can run, whatever its rules: sizes of zero, sizes that do not divide, formats that hold no KV.
+    ///
+    /// # Errors
+    /// [`ConfigurationError`] with the first contradiction and the way out of it.
+    pub fn check(&self) -> Result<(), ConfigurationError> {
+        let fail = |reason: String| Err(ConfigurationError { reason });
+        for (name, value) in [
+            ("tp", self.tp),
+            ("dcp", self.dcp),
+            ("heads_per_rank", self.heads_per_rank),
+            ("interleave", self.interleave),
+            ("block_size", self.block_size),
+            ("blocks", self.blocks),
+            ("qk_dim", self.attention.qk_dim()),
+            ("value_dim", self.attention.value_dim()),
+            ("kv_heads", self.attention.kv_heads()),
+        ] {
+            if value == 0 || value > 1 << 24 {
+                return fail(format!("{name} is {value}; it must be between 1 and 2^24"));
+            }
+        }
+        if !self.tp.is_multiple_of(self.dcp) {
+            return fail(format!("dcp {} does not divide tp {}: choose a divisor of tp", self.dcp, self.tp));
+        }
+        if self.interleave > self.block_size {
+            let (s, b) = (self.interleave, self.block_size);
+            return fail(format!("interleave S = {s} is larger than the block size B = {b}: choose S ≤ B"));
+        }
+        if !self.block_size.is_multiple_of(self.interleave) {
+            let (s, b) = (self.interleave, self.block_size);
+            return fail(format!(
+                "block size B = {b} is not a multiple of interleave S = {s}: a virtual block would not start on rank 0"
+            ));
+        }
+        if !self.gathered_heads().is_multiple_of(self.attention.kv_heads()) {
+            let (heads, kv) = (self.gathered_heads(), self.attention.kv_heads());
+            return fail(format!("{heads} gathered query heads do not divide over {kv} KV heads"));
+        }
+        if !matches!(
+            self.kv_dtype,
+            Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::E4m3fn | Dtype::E4m3fnuz | Dtype::E5m2
+        ) {
+            return fail(format!("a KV cache of {} is not a float format", self.kv_dtype));
+        }
+        for (name, value) in [("kv_scale", self.kv_scale), ("softmax_scale", self.softmax_scale)] {
+            if !(value.is_finite() && value > 0.0) {
+                return fail(format!("{name} is {value}; it must be finite and above zero"));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn configuration() -> Configuration {
+        Configuration {
+            attention: Attention::Mla { kv_lora_rank: 16, qk_rope_head_dim: 8, v_head_dim: 8 },
+            tp: 4,
+            dcp: 2,
+            heads_per_rank: 2,
+            interleave: 4,
+            block_size: 8,
+            blocks: 4,
+            kv_dtype: Dtype::Bf16,
+            kv_scale: 1.0,
+            softmax_scale: 0.25,
+            comm_backend: CommBackend::A2a,
+            lane_order: LaneOrder::HiLo,
+            query_replication: true,
+            project_before_merge: false,
+            kernel_head_widths: vec![],
+        }
+    }
+
+    #[test]
+    fn a_sound_configuration_passes_and_survives_a_round_trip() {
+        let configuration = configuration();
+        configuration.check().unwrap();
+        let text = serde_json::to_string(&configuration).unwrap();
+        assert_eq!(serde_json::from_str::<Configuration>(&text).unwrap(), configuration);
+    }
+
+    #[test]
+    fn each_contradiction_is_named() {
+        let cases: [(fn(&mut Configuration), &str); 6] = [
+            (|c| c.dcp = 3, "does not divide tp"),
+            (|c| c.interleave = 16, "larger than the block size"),
+            (|c| c.interleave = 3, "not a multiple of interleave"),
+            (|c| c.kv_scale = f32::NAN, "kv_scale"),
+            (|c| c.blocks = 0, "blocks is 0"),
+            (|c| c.kv_dtype = Dtype::I32, "not a float format"),
+        ];
+        for (break_it, expected) in cases {
+            let mut broken = configuration();
+            break_it(&mut broken);
+            let message = broken.check().unwrap_err().to_string();
+            assert!(message.contains(expected), "{message} should contain {expected}");
+        }
+    }
+
+    #[test]
+    fn unknown_fields_are_refused_so_that_a_typo_cannot_turn_a_test_into_a_no_op() {
+        let mut value = serde_json::to_value(configuration()).unwrap();
+        value["interleaved"] = 1.into();
+        assert!(serde_json::from_value::<Configuration>(value).is_err());
+    }
+}

@@ -1,0 +1,361 @@
+//! What an engine is asked to compute: one closed list, each entry with its tensors.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// Which keys a query row of a multi-token request sees.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Mask {
+    /// Row `t` of `q` sees the positions below `L − q + 1 + t` (decode and target verification).
+    Causal,
+    /// Every row sees all `L` positions (a draft block that is filled in one pass, as in DSpark and DFlash).
+    Bidirectional,
+}
+
+/// One operation of a session.
+///
+/// Shapes use: `n` requests, `T` query rows (graph padding included), `ranks = tp`, `Hall = heads_per_rank·tp` query heads,
+/// `H = heads_per_rank`, `Hg = H·dcp`, `K` KV heads, `Dk` and `Dv` key and value width, `V` width after the up-projection,
+/// `B` block size. [`OperationKind::tensors`] lists them by name.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "operation", deny_unknown_fields)]
+pub enum Operation {
+    /// Derive the layout metadata of a batch: lengths, slots, pages.
+    Layout,
+    /// Append tokens to the caches through the slot mapping that the engine derives.
+    WriteKv,
+    /// Return the caches as they are.
+    ReadCache,
+    /// Replace the caches by the given ones.
+    LoadCache,
+    /// Attention of new rows over the cached tokens of their request: decode (q = 1), verify (q > 1), draft block.
+    Attend {
+        /// Which keys a row sees.
+        mask: Mask,
+    },
+    /// Attention of new tokens over a cached context, gathered in chunks, merged with the new tokens' own causal attention.
+    AttendContext {
+        /// Workspace of one gather, in tokens over all ranks and requests.
+        chunk_budget_tokens: usize,
+    },
+    /// Merge the given partials of all ranks of one group.
+    MergePartials,
+    /// Merge two attention states (a prefix and a suffix).
+    MergeStates,
+    /// Merge the unreduced segments of a split kernel, given base-2 statistics.
+    MergeSegments {
+        /// Tokens of one tile, which decides how many segments are active.
+        tile_tokens: usize,
+    },
+    /// Split 32-bit LSEs into two 16-bit lanes and join them again.
+    PackLse,
+}
+
+/// Names of the operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum OperationKind {
+    /// [`Operation::Layout`].
+    Layout,
+    /// [`Operation::WriteKv`].
+    WriteKv,
+    /// [`Operation::ReadCache`].
+    ReadCache,
+    /// [`Operation::LoadCache`].
+    LoadCache,
+    /// [`Operation::Attend`] with a causal mask and one row a request.
+    Decode,
+    /// [`Operation::Attend`] with a causal mask and several rows a request.
+    Verify,
+    /// [`Operation::Attend`] with a bidirectional mask.
+    Draft,
+    /// [`Operation::AttendContext`].
+    Context,
+    /// [`Operation::MergePartials`].
+    MergePartials,
+    /// [`Operation::MergeStates`].
+    MergeStates,
+    /// [`Operation::MergeSegments`].
+    MergeSegments,
+    /// [`Operation::PackLse`].
+    PackLse,
+}
+
+/// Who makes a tensor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Provenance {
+    /// The harness gives it and the engine must take it as it is.
+    Given,
+    /// The harness gives it, but an engine may derive it from the others; tampering with it is NotApplicable then.
+    Derived,
+    /// The engine must return it.
+    Output,
+    /// The engine returns it where it can: it localises a failure.
+    Observable,
+}
+
+/// One tensor of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub struct TensorSpec {
+    /// Name in [`crate::Tensors`].
+    pub name: &'static str,
+    /// Who makes it.
+    pub provenance: Provenance,
+    /// Element type and shape in the words of [`Operation`].
+    pub shape: &'static str,
+    /// What it holds.
+    pub meaning: &'static str,
+}
+
+impl OperationKind {
+    /// All operations, in a stable order.
+    pub const ALL: [Self; 12] = [
+        Self::Layout,
+        Self::WriteKv,
+        Self::ReadCache,
+        Self::LoadCache,
+        Self::Decode,
+        Self::Verify,
+        Self::Draft,
+        Self::Context,
+        Self::MergePartials,
+        Self::MergeStates,
+        Self::MergeSegments,
+        Self::PackLse,
+    ];
+
+    /// Name as it stands in profiles and case ids.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Layout => "layout",
+            Self::WriteKv => "write_kv",
+            Self::ReadCache => "read_cache",
+            Self::LoadCache => "load_cache",
+            Self::Decode => "decode",
+            Self::Verify => "verify",
+            Self::Draft => "draft",
+            Self::Context => "context",
+            Self::MergePartials => "merge_partials",
+            Self::MergeStates => "merge_states",
+            Self::MergeSegments => "merge_segments",
+            Self::PackLse => "pack_lse",
+        }
+    }
+
+    /// The tensors of the operation, inputs first.
+    pub fn tensors(self) -> &'static [TensorSpec] {
+        match self {
+            Self::Layout => LAYOUT,
+            Self::WriteKv => WRITE_KV,
+            Self::ReadCache => READ_CACHE,
+            Self::LoadCache => LOAD_CACHE,
+            Self::Decode | Self::Verify | Self::Draft => ATTEND,
+            Self::Context => CONTEXT,
+            Self::MergePartials => MERGE_PARTIALS,
+            Self::MergeStates => MERGE_STATES,
+            Self::MergeSegments => MERGE_SEGMENTS,
+            Self::PackLse => PACK_LSE,
+        }
+    }
+}
+
+impl fmt::Display for OperationKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for OperationKind {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        Self::ALL.into_iter().find(|kind| kind.name() == text).ok_or_else(|| {
+            format!("unknown operation {text:?}; known are {}", Self::ALL.map(Self::name).join(", "))
+        })
+    }
+}
+
+const fn spec(
+    name: &'static str,
+    provenance: Provenance,
+    shape: &'static str,
+    meaning: &'static str,
+) -> TensorSpec {
+    TensorSpec { name, provenance, shape, meaning }
+}
+
+use Provenance::{Given, Observable, Output};
+
+const SEQ_LENS: TensorSpec =
+    spec("seq_lens", Given, "i32 [n]", "total tokens of each request, the new rows included; 0 is legal");
+const QUERY_START: TensorSpec = spec(
+    "query_start_loc",
+    Given,
+    "i32 [n+1]",
+    "first row of each request; rows from the last entry on are graph padding",
+);
+const BLOCK_TABLE: TensorSpec = spec(
+    "block_table",
+    Given,
+    "i32 [n, width]",
+    "block ids, one per virtual block of B·dcp tokens; entries that are not needed hold ids out of range",
+);
+const OUT: TensorSpec = spec("out", Output, "bf16 [ranks, T, H, V or Dv]", "output of each rank's own heads");
+const LSE: TensorSpec = spec("lse", Output, "f32 [ranks, T, H]", "natural LSE of each rank's own heads");
+
+const LAYOUT: &[TensorSpec] = &[
+    SEQ_LENS,
+    QUERY_START,
+    BLOCK_TABLE,
+    spec("local_lens", Output, "i32 [ranks, n]", "tokens of each request that the rank holds"),
+    spec("row_lens", Output, "i32 [ranks, T]", "tokens that a causal row sees on the rank; 0 for padding"),
+    spec("draft_lens", Output, "i32 [ranks, T]", "tokens that a bidirectional row sees on the rank"),
+    spec(
+        "slots",
+        Output,
+        "i64 [ranks, Σ seq_lens]",
+        "slot of each position of each request, −1 where not owned",
+    ),
+    spec("blocks_needed", Output, "i32 [ranks, n]", "block-table entries that each request needs"),
+    spec(
+        "units",
+        Output,
+        "i32 [ranks, 3]",
+        "tokens of a virtual block, of a prefix-hash unit, of a sub-page",
+    ),
+    spec("sub_page_table", Output, "i32 [ranks, n, pages]", "block table expanded to sub-pages"),
+];
+const WRITE_KV: &[TensorSpec] = &[
+    spec("key", Given, "bf16 [N, K, Dk]", "keys of N tokens (MLA: latent and rotary part)"),
+    spec("value", Given, "bf16 [N, K, Dv]", "values of N tokens; absent for MLA"),
+    spec("positions", Given, "i64 [N]", "position of each token in its request"),
+    spec("requests", Given, "i32 [N]", "request of each token, −1 for graph padding"),
+    BLOCK_TABLE,
+    spec("slots", Observable, "i64 [ranks, N]", "slot that each rank wrote, −1 for none"),
+];
+const READ_CACHE: &[TensorSpec] = &[
+    spec("key_cache", Output, "kv_dtype [ranks, blocks, B, K, Dk]", "raw codes of the cache"),
+    spec("value_cache", Output, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
+];
+const LOAD_CACHE: &[TensorSpec] = &[
+    spec("key_cache", Given, "kv_dtype [ranks, blocks, B, K, Dk]", "raw codes; unused slots hold NaN"),
+    spec("value_cache", Given, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
+];
+const ATTEND: &[TensorSpec] = &[
+    spec(
+        "query",
+        Given,
+        "bf16 [T, Hall, Dk]",
+        "query of every head; a rank projects its own heads unless QREP is on",
+    ),
+    SEQ_LENS,
+    QUERY_START,
+    BLOCK_TABLE,
+    spec("w_uv", Given, "bf16 [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space"),
+    OUT,
+    LSE,
+    spec("partial_out", Observable, "f32 [ranks, T, Hg, Dv or V]", "what the rank hands to the exchange"),
+    spec("partial_lse", Observable, "f32 [ranks, T, Hg]", "LSE that goes with it, in the declared base"),
+    spec("row_lens", Observable, "i32 [ranks, T]", "tokens that each row saw on the rank"),
+    spec("gathered_query", Observable, "bf16 [ranks, T, Hg, Dk]", "query that the rank's kernel received"),
+];
+const CONTEXT: &[TensorSpec] = &[
+    spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head for the new tokens"),
+    spec("key", Given, "bf16 [T, K, Dk]", "keys of the new tokens"),
+    spec("value", Given, "bf16 [T, K, Dv]", "values of the new tokens; absent for MLA"),
+    spec("context_lens", Given, "i32 [n]", "cached tokens of each request; 0 is legal"),
+    QUERY_START,
+    BLOCK_TABLE,
+    OUT,
+    LSE,
+    spec(
+        "context_out",
+        Observable,
+        "f32 [ranks, T, H, Dv]",
+        "state of the context alone, after the chunk merges",
+    ),
+    spec("context_lse", Observable, "f32 [ranks, T, H]", "its LSE, −inf without context"),
+    spec(
+        "gathered_key",
+        Observable,
+        "f32 [ranks, Σ context_lens, K, Dk]",
+        "context keys by chunk and request, in the order used",
+    ),
+    spec("chunk_lens", Observable, "i32 [ranks, chunks, n]", "context tokens of each request in each chunk"),
+];
+const MERGE_PARTIALS: &[TensorSpec] = &[
+    spec("partial_out", Given, "f32 or bf16 [dcp, T, Hg, D]", "partial outputs; may be a strided view"),
+    spec(
+        "partial_lse",
+        Given,
+        "f32 [dcp, T, Hg]",
+        "natural LSEs, −inf for an empty partial; may be a strided view",
+    ),
+    spec("out", Output, "bf16 or f32 [dcp, T, H, D]", "merged output of each rank's own heads"),
+    spec("lse", Output, "f32 [dcp, T, H]", "merged natural LSE"),
+];
+const MERGE_STATES: &[TensorSpec] = &[
+    spec("prefix_out", Given, "f32 or bf16 [T, H, D]", "first state; may be a strided view"),
+    spec("prefix_lse", Given, "f32 [T, H]", "its natural LSE"),
+    spec("suffix_out", Given, "f32 or bf16 [T, H, D]", "second state"),
+    spec("suffix_lse", Given, "f32 [T, H]", "its natural LSE"),
+    spec("out", Output, "bf16 or f32 [1, T, H, D]", "merged output"),
+    spec("lse", Output, "f32 [1, T, H]", "merged natural LSE"),
+];
+const MERGE_SEGMENTS: &[TensorSpec] = &[
+    spec("segment_max", Given, "f32 [segments, T, H]", "base-2 maximum of each segment"),
+    spec("segment_sum", Given, "f32 [segments, T, H]", "sum of 2^(s − max) of each segment"),
+    spec("segment_acc", Given, "f32 [segments, T, H, D]", "unnormalised accumulator of each segment"),
+    spec("row_lens", Given, "i32 [T]", "tokens of each row, which decide how many segments are read"),
+    spec("out", Output, "f32 [1, T, H, D]", "merged output"),
+    spec("lse", Output, "f32 [1, T, H]", "merged natural LSE"),
+];
+const PACK_LSE: &[TensorSpec] = &[
+    spec("lse", Given, "f32 [n]", "any bit pattern, NaNs included"),
+    spec("lanes", Output, "u16 [1, n, 2]", "the two lanes in wire order"),
+    spec("unpacked", Output, "f32 [1, n]", "the joined value"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_operation_names_its_tensors_once() {
+        for kind in OperationKind::ALL {
+            let mut names: Vec<_> = kind
+                .tensors()
+                .iter()
+                .map(|t| (t.name, matches!(t.provenance, Provenance::Output | Provenance::Observable)))
+                .collect();
+            let count = names.len();
+            names.sort_unstable();
+            names.dedup();
+            assert_eq!(names.len(), count, "{kind} names a tensor twice");
+        }
+    }
+
+    #[test]
+    fn operation_names_parse_back() {
+        for kind in OperationKind::ALL {
+            assert_eq!(kind.name().parse::<OperationKind>().unwrap(), kind);
+        }
+    }
+
+    #[test]
+    fn an_operation_survives_a_json_round_trip() {
+        for operation in [
+            Operation::Layout,
+            Operation::Attend { mask: Mask::Bidirectional },
+            Operation::AttendContext { chunk_budget_tokens: 64 },
+            Operation::MergeSegments { tile_tokens: 64 },
+        ] {
+            let text = serde_json::to_string(&operation).unwrap();
+            assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);
+        }
+    }
+}

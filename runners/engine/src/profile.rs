@@ -1,0 +1,101 @@
+//! What an engine declares of itself, operation by operation.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+use shardcheck_formats::{Contract, Overflow};
+
+use crate::{LaneOrder, OperationKind, RuleSetName};
+
+/// Base of the logarithm that a partial LSE is given in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LseBase {
+    /// Natural logarithm (ATOM, FlashAttention).
+    E,
+    /// Base 2 (FlashInfer): natural = value · ln 2.
+    Two,
+}
+
+/// What a partial output holds for a row that sees no token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum EmptyPartial {
+    /// Exact zeros (FlashInfer).
+    Zero,
+    /// Anything, NaN included; the merge must ignore it (vLLM, aiter).
+    Undefined,
+}
+
+/// How a value is divided by the cache scale before the cast.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum ScaleRounding {
+    /// f32 division, then the cast.
+    Divide,
+    /// Multiplication by the f32 reciprocal, then the cast: up to one unit in the last place from the quotient
+    /// (aiter `concat_and_cache_mla`).
+    Reciprocal,
+}
+
+/// Conventions that differ between engines and are not errors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Conventions {
+    /// Base of partial LSEs.
+    pub lse_base: LseBase,
+    /// Content of an empty partial output.
+    pub empty_partial: EmptyPartial,
+    /// Lane orders that the packed exchange knows; empty when LSEs travel as 32-bit.
+    pub lane_orders: Vec<LaneOrder>,
+    /// How the cache scale is applied on write.
+    pub scale_rounding: ScaleRounding,
+    /// What the cast to the cache format does beyond its range.
+    pub overflow: Overflow,
+}
+
+/// What holds for one operation.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OperationProfile {
+    /// How results are rounded. `None` for operations that move or count and never round.
+    pub contract: Option<Contract>,
+    /// Conventions of this operation.
+    pub conventions: Conventions,
+    /// Names of the optional outputs that replies carry (partials, row lengths, gathered queries): what localises a failure.
+    pub observables: Vec<String>,
+}
+
+/// An engine's declaration.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Profile {
+    /// Engine name, such as `cpu`.
+    pub engine: String,
+    /// Version of the engine.
+    pub version: String,
+    /// Operations that it performs. An operation that is absent is Unsupported.
+    pub operations: BTreeMap<OperationKind, OperationProfile>,
+    /// Rule sets that `validate` answers for.
+    pub rule_sets: Vec<RuleSetName>,
+}
+
+impl Profile {
+    /// Profile of one operation, if the engine performs it.
+    pub fn operation(&self, kind: OperationKind) -> Option<&OperationProfile> {
+        self.operations.get(&kind)
+    }
+
+    /// Refuses a profile whose contracts are so loose that anything would pass.
+    ///
+    /// # Errors
+    /// The operation and the limit that its contract exceeds.
+    pub fn check(&self) -> Result<(), String> {
+        for (kind, operation) in &self.operations {
+            if let Some(contract) = &operation.contract {
+                contract.check_ceiling().map_err(|error| format!("contract of {kind}: {error}"))?;
+            }
+        }
+        Ok(())
+    }
+}
