@@ -1,5 +1,5 @@
-//! How fast the oracle is, against what the machine can do: `cargo run --release -p shardcheck-references --example
-//! oracle_speed [tokens]`.
+//! How fast the oracle is, against what the machine can do: `cargo run --release -p shardcheck-references
+//! --example oracle_speed [tokens]`.
 
 use shardcheck_formats::contract::{Contract, Merge};
 use shardcheck_formats::dtype::Dtype;
@@ -68,7 +68,7 @@ fn real_shape(threads: usize, pool: &rayon::ThreadPool, query: &[f32], key: &[f3
             best_of(2, || drop(black_box(certify_moments(&moments, &contract, false).expect("a bound"))))
         });
         println!(
-            "certify 3 rows, 128 heads, 1000 tokens, W = 8, {merge:<12} {threads} thread(s) {whole:6.3} s, {alone:.3} s of it from moments"
+            "bound of 3 rows, 1000 tokens, W = 8, {merge:<12} {threads} thread(s) {whole:6.3} s, {alone:.3} s from moments"
         );
     }
 }
@@ -80,8 +80,8 @@ fn drawn(stream: u32, count: usize) -> Vec<f32> {
     values
 }
 
-/// The least time that `run` took, in seconds: of the calling thread alone where it does all the work itself, so that a
-/// busy machine does not count, and by the clock on the wall otherwise.
+/// The least time that `run` took, in seconds: of the calling thread alone where it does all the work itself, so
+/// that a busy machine does not count, and by the clock on the wall otherwise.
 fn best_of(runs: usize, mut run: impl FnMut()) -> f64 {
     let alone = rayon::current_num_threads() == 1;
     let mut one = || {

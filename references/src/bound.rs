@@ -3,9 +3,9 @@
 //! [`certify`] takes the inputs that the implementation really holds and the [`Contract`] that it declares, and
 //! returns an interval for every output element, every partial output and every LSE. The analysis is a priori
 //! (Higham, *Accuracy and Stability of Numerical Algorithms*, ch. 3; block fused multiply-add: Blanchard, Higham,
-//! Lopez, Mary & Pranesh 2020; log-sum-exp: Blanchard, Higham & Higham 2021) and holds for *any* order of summation,
-//! tiling and split that the contract admits. Nothing is calibrated: a value outside its interval is a fault or a
-//! contract that the implementation does not keep.
+//! Lopez, Mary & Pranesh 2020; log-sum-exp: Blanchard, Higham & Higham 2021) and holds for *any* order of
+//! summation, tiling and split that the contract admits. Nothing is calibrated: a value outside its interval is a
+//! fault or a contract that the implementation does not keep.
 //!
 //! The terms of an output's bound, in the order in which an engine commits the errors ([`Terms`]):
 //!
@@ -18,12 +18,12 @@
 //! | `merge` (E5) | arithmetic of the merge |
 //! | `rest` | second-order and absolute terms, listed at [`Terms::rest`] |
 
-mod accumulation;
+pub(crate) mod accumulation;
 mod certified;
 mod chain;
 mod lse;
 mod merged;
-mod output;
+pub(crate) mod output;
 mod projection;
 mod weights;
 
@@ -49,8 +49,8 @@ pub fn gamma(operations: usize, unit_roundoff: f64) -> f64 {
     if product < 1.0 { product / (1.0 - product) } else { f64::INFINITY }
 }
 
-/// Relative error that a sum over `tokens` tokens adds to output and normaliser: `γ(h, u_acc) + γ(h, u) + 3u`, the
-/// last for the division.
+/// Relative error that a sum over `tokens` tokens adds to output and normaliser: `γ(h, u_acc) + γ(h, u) + 3u`,
+/// the last for the division.
 fn summation(contract: &Contract, tokens: usize) -> f64 {
     let depth = contract.depth_for(tokens);
     gamma(depth, contract.u_acc) + gamma(depth, U32) + 3.0 * U32

@@ -1,8 +1,8 @@
 //! Elementary functions with a fixed order of operations: the same bits on every IEEE 754 machine.
 //!
-//! A platform's own `exp` and `ln` differ in the last place from one library to the next. Stored vectors must come
-//! out the same wherever they are made, so these use nothing but additions, multiplications, divisions and exact
-//! scaling, never a fused operation. Both are within 2 ulp; they are not meant to be fast.
+//! A platform's own `exp` and `ln` differ in the last place from one library to the next. Stored vectors must
+//! come out the same wherever they are made, so these use nothing but additions, multiplications, divisions and
+//! exact scaling, never a fused operation. Both are within 2 ulp; they are not meant to be fast.
 
 use crate::attention::plain::Functions;
 
@@ -203,8 +203,8 @@ mod tests {
 
     #[test]
     fn the_bits_are_those_that_every_machine_gives() {
-        // found equal by the same algorithm in another language (Python); another value here means that stored vectors
-        // would not regenerate
+        // found equal by the same algorithm in another language (Python); another value here means that stored
+        // vectors would not regenerate
         let mut hash = 0u64;
         let mut random = Counter::new(4, 0);
         for _ in 0..10_000 {

@@ -12,6 +12,7 @@
 //! * [`split`] — which part of a merge a token belongs to.
 //! * [`moments`] — what a bound needs to know of the data.
 //! * [`bound`] — how far a conforming engine may be off, element by element.
+//! * [`probable`] — how far it is likely to be off; to be reported, not to judge by.
 
 pub mod attention;
 pub mod bound;
@@ -20,5 +21,6 @@ pub mod exp;
 pub mod layout;
 pub mod merge;
 pub mod moments;
+pub mod probable;
 pub mod split;
 pub mod visibility;

@@ -90,6 +90,24 @@ pub struct Part {
     pub sum_abs: Vec<f64>,
     /// `[v_dim]`: the value of the token with the largest `p`; zero without tokens.
     pub peak_value: Vec<f64>,
+    /// What the probable bound needs; only [`Moments::collect_with`] takes it.
+    pub statistics: Option<Statistics>,
+}
+
+/// Second moments of a part's rounding errors, if these are independent. The token with the largest `p` is left
+/// out of the sums.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Statistics {
+    /// `[v_dim]`: `Σ p²·v²`.
+    pub square: Vec<f64>,
+    /// `[v_dim]`: `Σ (Σ p·|v|)²`, the inner sum over tokens of equal score, whose errors are equal too.
+    pub class_square: Vec<f64>,
+    /// `Σ p²`.
+    pub weight_square: f64,
+    /// Distinct scores, rounded to 1e−9, over tokens.
+    pub distinct: f64,
+    /// Standard deviation of the scores under `p`.
+    pub score_deviation: f64,
 }
 
 impl Part {
@@ -109,6 +127,7 @@ impl Part {
             square: vec![0.0; v_dim],
             sum_abs: vec![0.0; v_dim],
             peak_value: vec![0.0; v_dim],
+            statistics: None,
         }
     }
 }
@@ -128,7 +147,8 @@ pub struct State {
     pub sink: Option<(f64, f64)>,
     /// `[v_dim]`: the attention output.
     pub out: Vec<f64>,
-    /// Sums about the output: a second pass over the values, which only a normaliser of rounded probabilities needs.
+    /// Sums about the output: a second pass over the values, which only a normaliser of rounded probabilities
+    /// needs.
     pub centred: Option<Centred>,
     /// `[parts]`.
     pub parts: Vec<Part>,
@@ -189,8 +209,8 @@ pub struct Moments {
 }
 
 impl Moments {
-    /// Takes the moments of every state, by the fast kernels on all cores; agrees with [`Self::collect_with`] to 1e-12,
-    /// except that more tokens may count as rivals.
+    /// Takes the moments of every state, by the fast kernels on all cores; agrees with [`Self::collect_with`] to
+    /// 1e-12, except that more tokens may count as rivals.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].
@@ -207,8 +227,8 @@ impl Moments {
         Ok(Self::of_states(problem, split.parts(), states))
     }
 
-    /// The definition of the moments, both passes, with elementary functions of choice; every sum runs in the order of
-    /// positions.
+    /// The definition of the moments, both passes, with elementary functions of choice; every sum runs in the
+    /// order of positions.
     ///
     /// # Errors
     /// [`Underivable::NonFinite`].
@@ -395,7 +415,45 @@ fn part<F: Functions, T: Element>(problem: &Problem<T>, kv_head: usize, tokens: 
     for (to, from) in part.peak_value.iter_mut().zip(problem.value_at(peak.position, kv_head)) {
         *to = (*from).into();
     }
+    part.statistics = Some(statistics::<F, T>(problem, kv_head, tokens, peak));
     part
+}
+
+fn statistics<F: Functions, T: Element>(
+    problem: &Problem<T>,
+    kv_head: usize,
+    tokens: &[Scored],
+    peak: &Scored,
+) -> Statistics {
+    let sum: f64 = tokens.iter().map(|token| F::exp(token.score - peak.score)).sum();
+    let p = |token: &Scored| F::exp(token.score - peak.score) / sum;
+    let class = |token: &Scored| (token.score * 1e9).round();
+    let mut ordered: Vec<&Scored> = tokens.iter().collect();
+    ordered.sort_by(|a, b| class(a).total_cmp(&class(b)));
+    let none = || vec![0.0; problem.v_dim];
+    let (mut square, mut class_square, mut weight_square, mut classes) = (none(), none(), 0.0, 0);
+    for members in ordered.chunk_by(|a, b| class(a) == class(b)) {
+        let mut inner = none();
+        for token in members.iter().filter(|token| token.position != peak.position) {
+            weight_square += p(token) * p(token);
+            for (d, v) in problem.value_at(token.position, kv_head).iter().enumerate() {
+                let term = p(token) * Into::<f64>::into(*v).abs();
+                square[d] += term * term;
+                inner[d] += term;
+            }
+        }
+        class_square.iter_mut().zip(inner).for_each(|(to, inner)| *to += inner * inner);
+        classes += 1;
+    }
+    let mean: f64 = tokens.iter().map(|token| p(token) * token.score).sum();
+    let variance: f64 = tokens.iter().map(|token| p(token) * (token.score - mean).powi(2)).sum();
+    Statistics {
+        square,
+        class_square,
+        weight_square,
+        distinct: f64::from(classes) / tokens.len() as f64,
+        score_deviation: variance.sqrt(),
+    }
 }
 
 /// Adds `p·a^i·s^j` to every power.

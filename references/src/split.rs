@@ -8,7 +8,8 @@ use crate::visibility::Visible;
 pub enum Split<'a> {
     /// One part per rank of an interleaved cache.
     Ranks(&'a Layout),
-    /// One part per chunk of consecutive tokens; the lengths in tokens. Positions beyond the last chunk belong to it.
+    /// One part per chunk of consecutive tokens; the lengths in tokens. Positions beyond the last chunk belong to
+    /// it.
     Chunks(&'a [usize]),
 }
 

@@ -1,4 +1,5 @@
-//! Attention layers of published models, reproduced from their weights to the tolerance that each stored case states.
+//! Attention layers of published models, reproduced from their weights to the tolerance that each stored case
+//! states.
 
 mod stored;
 

@@ -77,8 +77,8 @@ impl Case<'_> {
         self.certified.terms.as_ref().unwrap().iter().flat_map(|terms| pick(terms).clone()).collect()
     }
 
-    /// The stored cases take the whole context for `n` in every row; ours takes what the row sees, which makes the
-    /// earlier rows' bounds smaller. Only in the last row are the two the same.
+    /// The stored cases take the whole context for `n` in every row; ours takes what the row sees, which makes
+    /// the earlier rows' bounds smaller. Only in the last row are the two the same.
     fn in_last_row(&self, index: usize) -> bool {
         index / (self.heads * self.v_dim) == self.rows - 1
     }
@@ -148,7 +148,8 @@ fn the_score_term_agrees_to_a_billionth() {
 fn the_probability_term_agrees_to_a_billionth() {
     for_each_case(|case| {
         if case.contract.l_rounded {
-            // ours divides by 1 − Σpe, the rounding that the normaliser can really have; the stored cases by 1 − u_p
+            // ours divides by 1 − Σpe, the rounding that the normaliser can really have; the stored cases by 1 −
+            // u_p
             let ours = case.term(|terms| &terms.probability);
             for (index, (ours, stored)) in ours.iter().zip(case.tensor("E2")).enumerate() {
                 let most = stored * (1.0 + 1e-9) + case.noise()[index] * 1e-6;
@@ -178,8 +179,8 @@ fn the_sum_term_agrees_to_a_billionth() {
 
 #[test]
 fn the_partial_term_agrees_where_no_rounding_step_is_crossed() {
-    // Steps of hulp make the term jump. Ours sees a slightly larger preR: Cauchy–Schwarz over moments in place of a
-    // sum over tokens, and with a rounded normaliser its error too, which the stored cases leave out of preR.
+    // Steps of hulp make the term jump. Ours sees a slightly larger preR: Cauchy–Schwarz over moments in place of
+    // a sum over tokens, and with a rounded normaliser its error too, which the stored cases leave out of preR.
     let (mut same, mut all) = (0, 0);
     for_each_case(|case| {
         let ours = case.term(|terms| &terms.partial);
@@ -281,7 +282,8 @@ fn bf16_intervals_are_the_stored_ones_or_one_step_wider() {
             let ours = interval(*out, *pre, case.contract.output);
             same += usize::from(ours == (lo, hi));
             all += 1;
-            // a step of the partial term may widen it a little; it is narrower by no more than the rows' own length makes
+            // a step of the partial term may widen it a little; it is narrower by no more than the rows' own
+            // length makes
             let (width, stored_width) = (ours.1 - ours.0, hi - lo);
             let step = 2.0 * half_ulp(case.contract.output, lo.abs().max(hi.abs()));
             assert!(width <= 1.1 * stored_width + step, "{}: {ours:?} against {lo}, {hi}", case.name);

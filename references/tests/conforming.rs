@@ -10,7 +10,11 @@ use shardcheck_references::bound::{
     Certified, MergeInputs, ProjectionOrder, UpProjection, certify, certify_chain, certify_merge,
     certify_projected, interval, ratio,
 };
+use shardcheck_references::exp::Fixed;
 use shardcheck_references::layout::Layout;
+use shardcheck_references::moments::Moments;
+use shardcheck_references::probable::{USUAL_CHANCE, probable};
+use shardcheck_references::split::Split;
 use shardcheck_references::visibility::Visible;
 use simulated::{Habits, Returned, attend, attend_chain, merge, project, round_to};
 
@@ -137,7 +141,7 @@ fn contract(random: &mut Counter) -> Contract {
     let merge = Merge::ALL[random.below(3) as usize];
     let mut contract = Contract::bf16_default(merge);
     contract.tile_min = 16;
-    match random.below(6) {
+    match random.below(7) {
         0 => contract.l_rounded = true,
         1 => contract.depth = Depth::Any,
         2 => contract.p_dtype = None,
@@ -146,6 +150,9 @@ fn contract(random: &mut Counter) -> Contract {
             contract.p_floor = 2f64.powi(-10);
         }
         4 => contract.partial = Dtype::F32,
+        5 => {
+            (contract.p_dtype, contract.partial, contract.output) = (Some(Dtype::F16), Dtype::F16, Dtype::F16)
+        }
         _ => {}
     }
     contract
@@ -186,6 +193,87 @@ fn a_conforming_engine_is_never_outside_in_a_million_elements() {
     }
     assert!(used.out > 0.9, "the intervals are never nearly used: {used:?}");
     eprintln!("{used:?} in {run} runs");
+}
+
+#[test]
+fn soft_caps_sinks_and_windows_are_covered_too() {
+    let mut used = Used::default();
+    let mut random = Counter::new(24, 0);
+    for run in 0..200 {
+        let made = tensors(INPUTS[run % INPUTS.len()], 4000 + run as u64, 3, 8, 150, (40, 32));
+        let values = Values::Separate(&made.value);
+        let mut problem = Problem::new(8, 1, 40, 32, 40f64.powf(-0.5), &made.query, &made.key, values);
+        let sink: Vec<f64> = (0..8).map(|_| f64::from(random.gaussian() as f32) * 3.0).collect();
+        problem.sink = (run % 3 != 0).then_some(sink.as_slice());
+        problem.softcap = (run % 2 == 0).then_some(5.0);
+        let visible =
+            if run % 5 == 0 { Visible::sliding_window(150, 3, 20) } else { Visible::causal(150, 3) };
+        let layout = Layout::new([1, 3, 8][random.below(3) as usize], 1, 1).unwrap();
+        let contract = contract(&mut random);
+        let habits = Habits { tile: 32, truncate: run % 2 == 0, forgets: None };
+        let certified = certify(&problem, &layout, &visible, &contract).unwrap();
+        let mut returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
+        if layout.world() == 1 && problem.sink.is_some() {
+            // what stands for a partial there has taken the sink in already
+            returned.partials.clear();
+        }
+        used.add(&returned, &certified, &contract);
+        assert_eq!(used.outside, 0, "run {run}: {contract:?} {habits:?}");
+        let most = used.partial.max(used.lse).max(used.practical);
+        assert!(most <= 1.0, "run {run}: {used:?} {contract:?}");
+    }
+    assert!(used.elements > 100_000 && used.out > 0.9, "{used:?}");
+}
+
+#[test]
+fn a_truncating_accumulator_keeps_the_practical_lse_bound_or_its_gate_is_shut() {
+    // 576 dimensions, where truncation has the most steps to go wrong in
+    let mut random = Counter::new(25, 0);
+    for (inputs, gate_open) in
+        [(Inputs::Gauss, true), (Inputs::Heavy, true), (Inputs::CancellingQuery, false)]
+    {
+        let made = tensors(inputs, 77, 1, 2, 1500, (576, 8));
+        let values = Values::Separate(&made.value);
+        let problem = Problem::new(2, 1, 576, 8, 576f64.powf(-0.5), &made.query, &made.key, values);
+        let (layout, visible) = (Layout::new(2, 1, 1).unwrap(), [Visible::Prefix(1500)]);
+        let contract = Contract::bf16_default(Merge::A2a);
+        let certified = certify(&problem, &layout, &visible, &contract).unwrap();
+        assert!(certified.practical_lse_bound.iter().all(|bound| bound.is_some() == gate_open), "{inputs:?}");
+        let habits = Habits { tile: 64, truncate: true, forgets: None };
+        let returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
+        let mut used = Used::default();
+        used.add(&returned, &certified, &contract);
+        assert!(used.outside == 0 && used.lse <= 1.0 && used.practical <= 1.0, "{inputs:?}: {used:?}");
+    }
+}
+
+#[test]
+fn the_probable_bound_is_not_broken_where_its_gates_hold_and_its_deviation_is_about_right() {
+    let mut random = Counter::new(26, 0);
+    let (mut squares, mut elements) = (0.0, 0);
+    for run in 0..24 {
+        let made = tensors(Inputs::Gauss, 5000 + run, 1, 8, 1024, (64, 64));
+        let values = Values::Separate(&made.value);
+        let problem = Problem::new(8, 1, 64, 64, 0.125, &made.query, &made.key, values);
+        let layout = Layout::new([1, 4, 8][run as usize % 3], 1, 1).unwrap();
+        let visible = [Visible::Prefix(1024)];
+        let contract =
+            Contract { u_acc: 2f64.powi(-24), ..Contract::bf16_default(Merge::ALL[run as usize / 3 % 3]) };
+        let moments = Moments::collect_with::<Fixed, f32>(&problem, Split::Ranks(&layout), &visible).unwrap();
+        let probable = probable(&moments, &contract, USUAL_CHANCE).unwrap();
+        assert!(probable.gates_hold.iter().all(|holds| *holds));
+        let habits = Habits { tile: 64, truncate: false, forgets: None };
+        let returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
+        for (index, seen) in returned.out.iter().enumerate() {
+            let out = moments.states[index / 64].out[index % 64];
+            let (lo, hi) = interval(out, probable.pre[index], contract.output);
+            assert!(lo <= *seen && *seen <= hi, "{seen} not in {lo}..{hi}");
+            squares += ((seen - out) / probable.sigma[index]).powi(2);
+            elements += 1;
+        }
+    }
+    let mean = squares / f64::from(elements);
+    assert!((0.4..1.5).contains(&mean), "mean squared deviation {mean}");
 }
 
 #[test]

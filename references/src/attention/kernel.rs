@@ -1,11 +1,11 @@
 //! The inner loops: products of a tile of keys with packed queries, exponentials, products with a tile of values.
 //!
 //! One number of a key is broadcast against eight query *vectors* at a time, so keys are read as they lie and the
-//! softmax runs over vectors. Register tiles of 6 × 8 keep twelve accumulators of four doubles busy, where two fused units
-//! of latency four need eight. Everything that is read in a long loop lies in *panels* of eight columns, `[columns
-//! / 8][tokens][8]`: with a power of two between rows, a row-major tile would fall into one set of the cache. Each loop
-//! is compiled twice: for AVX2 with FMA, and portably, where a product is never fused (a fused one would be a library
-//! call).
+//! softmax runs over vectors. Register tiles of 6 × 8 keep twelve accumulators of four doubles busy, where two
+//! fused units of latency four need eight. Everything that is read in a long loop lies in *panels* of eight
+//! columns, `[columns / 8][tokens][8]`: with a power of two between rows, a row-major tile would fall into one
+//! set of the cache. Each loop is compiled twice: for AVX2 with FMA, and portably, where a product is never fused
+//! (a fused one would be a library call).
 
 /// Query vectors of a panel.
 pub(crate) const LANES: usize = 8;
@@ -61,8 +61,8 @@ macro_rules! kernel {
 kernel! {
     /// `scores[token, vector] = Σ_d keys[token][d]·queries[d, vector]`.
     ///
-    /// `keys` is `[tokens][qk_dim]` with a multiple of [`STEP`] tokens; `queries` are panels over `d` and `scores` panels
-    /// over tokens, of vectors.
+    /// `keys` is `[tokens][qk_dim]` with a multiple of [`STEP`] tokens; `queries` are panels over `d` and
+    /// `scores` panels over tokens, of vectors.
     products, products_fused, products_body(keys: &[f64], queries: &[f64], qk_dim: usize, scores: &mut [f64])
 }
 
@@ -95,7 +95,8 @@ fn products_body<const FMA: bool>(keys: &[f64], queries: &[f64], qk_dim: usize, 
 }
 
 kernel! {
-    /// Raises `max` to the largest score of each vector; NaN counts as nothing. `scores` are panels over `tokens`.
+    /// Raises `max` to the largest score of each vector; NaN counts as nothing. `scores` are panels over
+    /// `tokens`.
     raise, raise_fused, raise_body(scores: &[f64], tokens: usize, max: &mut [f64])
 }
 
@@ -115,9 +116,15 @@ fn raise_body<const FMA: bool>(scores: &[f64], tokens: usize, max: &mut [f64]) {
 kernel! {
     /// Makes weights of scores less their vector's maximum, and adds them to `sum`.
     ///
-    /// `scores` and `weights` are panels of vectors over `tokens`; a score of −inf weighs exactly zero, under any finite
-    /// maximum.
-    weigh, weigh_fused, weigh_body(scores: &[f64], tokens: usize, max: &[f64], sum: &mut [f64], weights: &mut [f64])
+    /// `scores` and `weights` are panels of vectors over `tokens`; a score of −inf weighs exactly zero, under any
+    /// finite maximum.
+    weigh, weigh_fused, weigh_body(
+        scores: &[f64],
+        tokens: usize,
+        max: &[f64],
+        sum: &mut [f64],
+        weights: &mut [f64],
+    )
 }
 
 #[inline(always)]
@@ -141,8 +148,8 @@ fn weigh_body<const FMA: bool>(
     }
 }
 
-/// `e^x` for `x ≤ 0`, within about an ulp; zero below −708, where it would no longer be a normal number; NaN at NaN.
-/// Lane by lane in every step, or the compiler would not see that the lanes are alike.
+/// `e^x` for `x ≤ 0`, within about an ulp; zero below −708, where it would no longer be a normal number; NaN at
+/// NaN. Lane by lane in every step, or the compiler would not see that the lanes are alike.
 #[inline(always)]
 fn exp_nonpositive<const FMA: bool>(x: [f64; LANES]) -> [f64; LANES] {
     // adding this leaves the nearest integer in the low bits of the fraction
@@ -180,10 +187,17 @@ fn exp_nonpositive<const FMA: bool>(x: [f64; LANES]) -> [f64; LANES] {
 }
 
 kernel! {
-    /// `out[vector][d] += Σ_token weights[token, vector]·values[token, d]` for the first `out.len() / width` vectors.
+    /// `out[vector][d] += Σ_token weights[token, vector]·values[token, d]` for the first `out.len() / width`
+    /// vectors.
     ///
     /// `weights` and `values` are panels over `tokens`, at most [`MAX_TOKENS`]; `out` is `[vectors][width]`.
-    add_values, add_values_fused, add_values_body(weights: &[f64], values: &[f64], tokens: usize, width: usize, out: &mut [f64])
+    add_values, add_values_fused, add_values_body(
+        weights: &[f64],
+        values: &[f64],
+        tokens: usize,
+        width: usize,
+        out: &mut [f64],
+    )
 }
 
 #[inline(always)]
@@ -210,8 +224,8 @@ fn add_values_body<const FMA: bool>(
     }
 }
 
-/// The same for the `N` vectors from `first` on, whose outputs are `rows`. Their weights are packed before they are
-/// broadcast against every panel of values.
+/// The same for the `N` vectors from `first` on, whose outputs are `rows`. Their weights are packed before they
+/// are broadcast against every panel of values.
 #[inline(always)]
 fn add_rows<const FMA: bool, const N: usize>(
     weights: &[f64],
@@ -250,10 +264,16 @@ fn add_rows<const FMA: bool, const N: usize>(
 }
 
 kernel! {
-    /// Adds `w·a^i·|s|^j` of a tile of tokens to `powers`, `[POWERS][vectors]`, in the order `i = 0: j = 0..=4, i = 1:
-    /// j = 0..=3, …`. The size is `a = key_size[token]·query_size[vector]`; `weights` and `scores` are panels over the
-    /// tokens. Tokens of weight zero add nothing, whatever their score.
-    add_powers, add_powers_fused, add_powers_body(weights: &[f64], scores: &[f64], key_size: &[f64], query_size: &[f64], powers: &mut [f64])
+    /// Adds `w·a^i·|s|^j` of a tile of tokens to `powers`, `[POWERS][vectors]`, in the order `i = 0: j = 0..=4, i
+    /// = 1: j = 0..=3, …`. The size is `a = key_size[token]·query_size[vector]`; `weights` and `scores` are
+    /// panels over the tokens. Tokens of weight zero add nothing, whatever their score.
+    add_powers, add_powers_fused, add_powers_body(
+        weights: &[f64],
+        scores: &[f64],
+        key_size: &[f64],
+        query_size: &[f64],
+        powers: &mut [f64],
+    )
 }
 
 #[inline(always)]
@@ -297,9 +317,15 @@ fn add_powers_body<const FMA: bool>(
 }
 
 kernel! {
-    /// `spread[d] += Σ_token weights[token, vector]·|values[token, d] − centre[d]|`, for the vector in lane `lane` of the
-    /// panel `weights`; `values` are panels over its tokens.
-    add_spread, add_spread_fused, add_spread_body(weights: &[f64], lane: usize, values: &[f64], centre: &[f64], spread: &mut [f64])
+    /// `spread[d] += Σ_token weights[token, vector]·|values[token, d] − centre[d]|`, for the vector in lane
+    /// `lane` of the panel `weights`; `values` are panels over its tokens.
+    add_spread, add_spread_fused, add_spread_body(
+        weights: &[f64],
+        lane: usize,
+        values: &[f64],
+        centre: &[f64],
+        spread: &mut [f64],
+    )
 }
 
 #[inline(always)]

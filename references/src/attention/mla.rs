@@ -1,8 +1,9 @@
 //! Multi-head latent attention, absorbed and not: the same result by two ways.
 //!
 //! Not absorbed, each cached latent is expanded to a key and a value per head. Absorbed, the query takes the key
-//! projection over (`q̃ = q_nope·W_UK`), attention runs on the latents themselves, and the output is projected after
-//! (`y = o·W_UV`): `q_nope·(W_UK c) = (q_nope·W_UK)·c`, and `Σ p (c·W_UV) = (Σ p c)·W_UV` (DeepSeek-V2, 2024).
+//! projection over (`q̃ = q_nope·W_UK`), attention runs on the latents themselves, and the output is projected
+//! after (`y = o·W_UV`): `q_nope·(W_UK c) = (q_nope·W_UK)·c`, and `Σ p (c·W_UV) = (Σ p c)·W_UV` (DeepSeek-V2,
+//! 2024).
 
 use super::plain::{Attention, Problem, Values, attend};
 use crate::visibility::Visible;
@@ -27,8 +28,8 @@ pub struct Mla {
 }
 
 impl Mla {
-    /// Takes both projections out of a checkpoint's `kv_b_proj`, `[heads·(N + V), R]` with each head's `N` key rows
-    /// before its `V` value rows. `dims` is `(N, P, V, R)`.
+    /// Takes both projections out of a checkpoint's `kv_b_proj`, `[heads·(N + V), R]` with each head's `N` key
+    /// rows before its `V` value rows. `dims` is `(N, P, V, R)`.
     ///
     /// # Panics
     /// `kv_b` has another length.
@@ -48,8 +49,8 @@ impl Mla {
         Self { heads, nope_dim, rope_dim, v_dim, latent_dim, up_key, up_value }
     }
 
-    /// Attention with expanded keys and values. `q_nope` is `[rows, heads, N]`, `q_pe` `[rows, heads, P]`, `latent`
-    /// `[tokens, R]`, `k_pe` `[tokens, P]`; the result's `out` is `[rows, heads, V]`.
+    /// Attention with expanded keys and values. `q_nope` is `[rows, heads, N]`, `q_pe` `[rows, heads, P]`,
+    /// `latent` `[tokens, R]`, `k_pe` `[tokens, P]`; the result's `out` is `[rows, heads, V]`.
     ///
     /// # Panics
     /// The shapes do not fit.
@@ -115,8 +116,8 @@ impl Mla {
         join(&absorbed, self.latent_dim, q_pe, self.rope_dim)
     }
 
-    /// `[rows, heads, V]` from `[rows, heads, R]`: `y = o·W_UV` for each head. Linear, so that it commutes with the
-    /// merge of partials, whose weights are one number per row and head.
+    /// `[rows, heads, V]` from `[rows, heads, R]`: `y = o·W_UV` for each head. Linear, so that it commutes with
+    /// the merge of partials, whose weights are one number per row and head.
     pub fn project(&self, out: &[f64]) -> Vec<f64> {
         out.chunks_exact(self.latent_dim)
             .enumerate()

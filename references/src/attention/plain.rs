@@ -185,8 +185,8 @@ pub fn attend<T: Element>(problem: &Problem<T>, visible: &[Visible]) -> Attentio
     attend_with::<Platform, T>(problem, visible)
 }
 
-/// [`attend`] with the same bits on every machine: elementary functions of [`crate::exp`], every sum in the order of
-/// positions, nothing fused.
+/// [`attend`] with the same bits on every machine: elementary functions of [`crate::exp`], every sum in the order
+/// of positions, nothing fused.
 ///
 /// # Panics
 /// As [`attend`].

@@ -14,8 +14,9 @@ pub enum Pairing {
     HalfSplit,
     /// Dimension `2i` turns with `2i + 1` and both stay in place (GPT-J; vLLM for DeepSeek checkpoints).
     Interleaved,
-    /// Dimension `2i` turns with `2i + 1`, and the result is written as all firsts, then all seconds (transformers
-    /// for DeepSeek checkpoints). Scores equal those of [`Pairing::Interleaved`]; cached keys do not.
+    /// Dimension `2i` turns with `2i + 1`, and the result is written as all firsts, then all seconds
+    /// (transformers for DeepSeek checkpoints). Scores equal those of [`Pairing::Interleaved`]; cached keys do
+    /// not.
     InterleavedToHalfSplit,
 }
 
@@ -83,7 +84,8 @@ pub struct Yarn {
 }
 
 impl Yarn {
-    /// What cos *and* sin are multiplied by, so that both query and cached key carry it: `m(mscale)/m(mscale_all_dim)`.
+    /// What cos *and* sin are multiplied by, so that both query and cached key carry it:
+    /// `m(mscale)/m(mscale_all_dim)`.
     pub fn rotation_factor(&self) -> f64 {
         self.temperature(self.mscale) / self.temperature(self.mscale_all_dim)
     }
@@ -119,8 +121,8 @@ pub struct Rope {
 }
 
 impl Rope {
-    /// `[dim / 2]`: radians per position of each pair: `theta^(−2i/dim)`, under YaRN blended with the same divided by
-    /// the factor.
+    /// `[dim / 2]`: radians per position of each pair: `theta^(−2i/dim)`, under YaRN blended with the same
+    /// divided by the factor.
     pub fn frequencies(&self) -> Vec<f64> {
         let base = |i: usize| self.theta.powf(-2.0 * i as f64 / self.dim as f64);
         let Some(yarn) = self.yarn else {

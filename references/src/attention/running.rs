@@ -274,8 +274,8 @@ impl Tile {
         }
     }
 
-    /// Widens a value into the panels; whether it is finite. One that isn't is left zero: the rows that see the token
-    /// get a NaN by its score, and the others must not be touched by it.
+    /// Widens a value into the panels; whether it is finite. One that isn't is left zero: the rows that see the
+    /// token get a NaN by its score, and the others must not be touched by it.
     fn load_value<T: Element>(&mut self, value: &[T], token: usize) -> bool {
         let mut not_a_number = 0.0;
         for (panel, columns) in value.chunks(WIDTH).enumerate() {
@@ -301,8 +301,8 @@ impl Tile {
         }
     }
 
-    /// Makes weights of the scores, adding them to `sum`. A maximum of −inf, of a vector that has seen nothing, is not
-    /// subtracted.
+    /// Makes weights of the scores, adding them to `sum`. A maximum of −inf, of a vector that has seen nothing,
+    /// is not subtracted.
     fn weigh(&mut self, max: &[f64], sum: &mut [f64]) {
         let max: Vec<f64> =
             max.iter().map(|max| if *max == f64::NEG_INFINITY { 0.0 } else { *max }).collect();
@@ -368,7 +368,8 @@ impl Running {
     }
 }
 
-/// `Σ p·|v − out|` over the tokens `positions[tokens]`, `[states][v_dim padded]`, `p = e^(s − lse)`; a second pass.
+/// `Σ p·|v − out|` over the tokens `positions[tokens]`, `[states][v_dim padded]`, `p = e^(s − lse)`; a second
+/// pass.
 pub(super) fn spread<T: Element>(
     problem: &Problem<T>,
     block: &Block,

@@ -1,7 +1,7 @@
 //! The fast form of attention: never more than a tile of scores, all cores, the same bits on any number of them.
 //!
 //! Tokens are cut into chunks whose bounds depend on the problem alone. Each chunk is attended to by itself
-//! ([`super::running`]), on whatever thread, and the results are joined in the order of tokens. It must agree with
+//! (`running`), on whatever thread, and the results are joined in the order of tokens. It must agree with
 //! [`super::plain`], which says what is meant.
 
 use super::kernel::{LANES, MAX_TOKENS, STEP, WIDTH, products};
@@ -95,8 +95,8 @@ pub(crate) fn measure<T: Element>(
     Ok(states.into_iter().map(|state| state.expect("every state is in one block")).collect())
 }
 
-/// Projects the values of `tokens` of a KV head by `weights`, `[problem's v_dim][v_dim]`, into the rows of `value`,
-/// `[tokens of the problem][v_dim]`.
+/// Projects the values of `tokens` of a KV head by `weights`, `[problem's v_dim][v_dim]`, into the rows of
+/// `value`, `[tokens of the problem][v_dim]`.
 pub(crate) fn project_values<T: Element>(
     problem: &Problem<T>,
     kv_head: usize,
@@ -140,8 +140,8 @@ struct Group {
     blocks: Vec<(usize, Vec<(usize, usize)>)>,
 }
 
-/// Cuts the rows into groups: rows that see consecutive tokens go together up to a block of vectors, rows that see
-/// any other set by themselves.
+/// Cuts the rows into groups: rows that see consecutive tokens go together up to a block of vectors, rows that
+/// see any other set by themselves.
 fn groups<T: Element>(problem: &Problem<T>, split: Split, visible: &[Visible]) -> Vec<Group> {
     problem.check();
     problem.check_visible(visible);

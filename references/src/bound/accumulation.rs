@@ -7,20 +7,21 @@ use shardcheck_formats::dtype::Dtype;
 
 /// [`codec::half_ulp`] of one format, prepared: the bound asks for it several times an element.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct HalfUlp {
+pub(crate) struct HalfUlp {
     unit_roundoff: f64,
     /// Half the spacing of subnormals.
     least: f64,
 }
 
 impl HalfUlp {
-    pub(super) fn of(dtype: Dtype) -> Self {
+    pub(crate) fn of(dtype: Dtype) -> Self {
         Self { unit_roundoff: dtype.unit_roundoff(), least: codec::half_ulp(dtype, f64::MIN_POSITIVE) }
     }
 
-    /// Half the distance from `|x|` to the next larger value of the format; 0 at 0, infinite where `x` is not finite.
+    /// Half the distance from `|x|` to the next larger value of the format; 0 at 0, infinite where `x` is not
+    /// finite.
     #[inline]
-    pub(super) fn at(&self, x: f64) -> f64 {
+    pub(crate) fn at(&self, x: f64) -> f64 {
         if x == 0.0 {
             return 0.0;
         }
@@ -52,8 +53,8 @@ pub(super) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 
     parts.iter().map(|part| part.weight * partial.at(part.magnitude())).sum()
 }
 
-/// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the format
-/// in which the partials arrive.
+/// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the
+/// format in which the partials arrive.
 pub(super) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
     parts.iter().map(|part| part.weight * part.magnitude() * (1.0 + roundoff)).sum()
 }
@@ -69,10 +70,10 @@ pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roun
     }
 }
 
-/// `Σ hulp(g(|o_r| + preR)(1 + 2^−8)) + Σ_{k=2}^{W−1} hulp(M_k + slack)`: each of the `W` products, and each of the
-/// `W − 2` inner sums of any reduction tree. `M_k` is the largest magnitude of a sum of at most `k` of the exact
-/// terms: their `k` largest or `k` smallest. The last sum is the final rounding of the output, and counts (`k = W`)
-/// only where the output's format is finer than that.
+/// `Σ hulp(g(|o_r| + preR)(1 + 2^−8)) + Σ_{k=2}^{W−1} hulp(M_k + slack)`: each of the `W` products, and each of
+/// the `W − 2` inner sums of any reduction tree. `M_k` is the largest magnitude of a sum of at most `k` of the
+/// exact terms: their `k` largest or `k` smallest. The last sum is the final rounding of the output, and counts
+/// (`k = W`) only where the output's format is finer than that.
 fn in_bf16(contract: &Contract, parts: &[Contribution], magnitude: f64) -> f64 {
     let (roundoff, half_ulp) = (Dtype::Bf16.unit_roundoff(), HalfUlp::of(Dtype::Bf16));
     let count = parts.len() as f64;

@@ -20,7 +20,8 @@ pub struct CertifiedPart {
     pub lse: Vec<f64>,
     /// `[rows, heads]`: merge weight, `e^(lse − row's lse)`.
     pub weight: Vec<f64>,
-    /// `[rows, heads, v_dim]`: bound on the partial output, its rounding to the contract's partial format included.
+    /// `[rows, heads, v_dim]`: bound on the partial output, its rounding to the contract's partial format
+    /// included.
     pub pre: Vec<f64>,
     /// `[rows, heads]`: certified bound on the LSE.
     pub lse_bound: Vec<f64>,
@@ -47,8 +48,8 @@ pub struct Certified {
     pub pre: Vec<f64>,
     /// `[rows, heads]`: certified bound on the LSE.
     pub lse_bound: Vec<f64>,
-    /// `[rows, heads]`: practical bound on the LSE: tighter, calibrated instead of proved, `None` where it must not
-    /// be used (then take `lse_bound`).
+    /// `[rows, heads]`: practical bound on the LSE: tighter, calibrated instead of proved, `None` where it must
+    /// not be used (then take `lse_bound`).
     pub practical_lse_bound: Vec<Option<f64>>,
     /// `[world]`.
     pub partials: Vec<CertifiedPart>,
@@ -69,8 +70,9 @@ pub fn interval(out: f64, pre: f64, dtype: Dtype) -> (f64, f64) {
     (round(dtype, out - pre), round(dtype, out + pre))
 }
 
-/// How much of its interval an observed value uses: `|observed − out|` over the distance from `out` to the end of the
-/// interval on that side; above 1 iff the value lies outside. 0 where the value is exact, infinite where it is NaN.
+/// How much of its interval an observed value uses: `|observed − out|` over the distance from `out` to the end of
+/// the interval on that side; above 1 iff the value lies outside. 0 where the value is exact, infinite where it
+/// is NaN.
 pub fn ratio(observed: f64, out: f64, lo: f64, hi: f64) -> f64 {
     if observed.is_nan() {
         return f64::INFINITY;

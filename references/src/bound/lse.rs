@@ -5,8 +5,8 @@ use crate::moments::{Part, State};
 use shardcheck_formats::contract::{Contract, Depth};
 
 /// `SD/(1 − SD) + γ(h, u) + 4u|lse| (+ 1.1·Σpe)`: certified bound on one part's LSE, or on the row's without its
-/// merge. `mean_error` is `SD`, the mean of `expm1(δ)`; `rounding` is `Σpe`, the sum of the probabilities' rounding
-/// errors, which counts where the normaliser sums rounded probabilities.
+/// merge. `mean_error` is `SD`, the mean of `expm1(δ)`; `rounding` is `Σpe`, the sum of the probabilities'
+/// rounding errors, which counts where the normaliser sums rounded probabilities.
 pub(super) fn certified(contract: &Contract, tokens: usize, lse: f64, mean_error: f64, rounding: f64) -> f64 {
     if lse == f64::NEG_INFINITY {
         return 0.0;
@@ -21,9 +21,9 @@ pub(super) fn certified(contract: &Contract, tokens: usize, lse: f64, mean_error
 /// 16u(1 + |lse| + max|s|) + 8u·√(n/16 + 16) + steps·u_acc·Σp·a/8
 /// ```
 ///
-/// The first two terms were calibrated on conforming simulations (largest ratio 0.28) and on a GPU (0.85). The third
-/// covers an accumulator that truncates: each of `steps` additions of Q·K loses up to `u_acc` of the running sum,
-/// always toward zero, and a running sum that ends near zero averages at most `a/4` on the way.
+/// The first two terms were calibrated on conforming simulations (largest ratio 0.28) and on a GPU (0.85). The
+/// third covers an accumulator that truncates: each of `steps` additions of Q·K loses up to `u_acc` of the
+/// running sum, always toward zero, and a running sum that ends near zero averages at most `a/4` on the way.
 ///
 /// Gates: the normaliser sums unrounded probabilities, and `Σp·a ≤ √dk·(1 + max|s|)`, that is, the scores are not
 /// what is left after heavy cancellation between query and key, where running sums are far larger than scores.

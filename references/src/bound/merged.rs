@@ -39,14 +39,14 @@ impl MergeInputs<'_> {
 }
 
 /// The bound of merging given partials: errors of the merge weights (E1 with `w = expm1(η)`), the merge's own
-/// arithmetic (E5), and nothing before it. With two parts and [`Merge::A2a`] this is the two-state merge of prefix and
-/// suffix (`merge_attn_states`): binary32 inside, one rounding at the end.
+/// arithmetic (E5), and nothing before it. With two parts and [`Merge::A2a`] this is the two-state merge of
+/// prefix and suffix (`merge_attn_states`): binary32 inside, one rounding at the end.
 ///
 /// [`Merge::A2a`]: shardcheck_formats::contract::Merge::A2a
 ///
 /// # Errors
-/// [`Underivable`]: a contributing partial is NaN or infinite, an LSE is NaN or +inf, or the weights may be wrong by
-/// a factor of 2.
+/// [`Underivable`]: a contributing partial is NaN or infinite, an LSE is NaN or +inf, or the weights may be wrong
+/// by a factor of 2.
 ///
 /// # Panics
 /// The shapes do not fit.

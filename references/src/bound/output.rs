@@ -4,30 +4,33 @@ use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_round
 use super::weights::{ExponentError, merge_weight_error};
 use super::{TINY32, lse, summation};
 use crate::moments::{Moments, Part, RIVAL_GAP, State, Underivable};
+use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::contract::Contract;
+use shardcheck_formats::dtype::Dtype;
 
 /// The terms of an output's bound, `[v_dim]` each; their sum is the bound before the final rounding.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Terms {
-    /// E1: relative errors `w_i` of the softmax weights, from scores, exp, rescaling and merge weights. They hit the
-    /// numerator and the normaliser alike, so only `|v_i − o|` counts: `Σ p·w·|v − o| / (1 − SW)`, here by
+    /// E1: relative errors `w_i` of the softmax weights, from scores, exp, rescaling and merge weights. They hit
+    /// the numerator and the normaliser alike, so only `|v_i − o|` counts: `Σ p·w·|v − o| / (1 − SW)`, here by
     /// Cauchy–Schwarz `√(Σp·w² · Σp(v − o)²) / (1 − SW)` with `SW = Σ p·w`.
     pub score: Vec<f64>,
     /// E2: rounding of the probabilities, `Σ_r Σ pe·|v| · (1 + 2SW)/(1 − SW)`, where `pe_i = max(u_p·p_i,
-    /// p_floor·max p)` and 0 for a part's largest, which is exactly `e^0` under a true running maximum. Where the
-    /// normaliser sums rounded probabilities: at least `Σ pe·|v − o| / (1 − Σpe)`, either being allowed.
+    /// p_floor·max p)` and 0 for a part's largest, which is exactly `e^0` under a true running maximum without a
+    /// sink. Where the normaliser sums rounded probabilities: at least `Σ pe·|v − o| / (1 − Σpe)`, either being
+    /// allowed.
     pub probability: Vec<f64>,
     /// E3: `(γ(h, u_acc) + γ(h, u) + 3u)(Σp|v| + E1 + E2)`.
     pub sum: Vec<f64>,
     /// E4: rounding of partial outputs, `Σ g·hulp(|o_r| + preR)`; 0 without a merge.
     pub partial: Vec<f64>,
     /// E5: merge arithmetic, `(W + 4)u·Σg(|o_r| + preR)`, bf16 sums where the contract says so, and
-    /// `(|o| + E1 + E2 + E3)·expm1(2η)` since published merges multiply by `e^(lse_r − lse)` without normalising the
-    /// weights again; 0 without a merge.
+    /// `(|o| + E1 + E2 + E3)·expm1(2η)` since published merges multiply by `e^(lse_r − lse)` without normalising
+    /// the weights again; 0 without a merge.
     pub merge: Vec<f64>,
-    /// What the five leave out: the largest token of a part when another one, with a larger score error, becomes the
-    /// computed maximum; the weights' common error on the partials' rounding; underflow (2^−126 per token and for the
-    /// result); the oracle's own float64 rounding (1e−13·Σp|v|).
+    /// What the five leave out: the largest token of a part when another one, with a larger score error, becomes
+    /// the computed maximum; the weights' common error on the partials' rounding; underflow (2^−126 per token and
+    /// for the result); the oracle's own float64 rounding (1e−13·Σp|v|).
     pub rest: Vec<f64>,
 }
 
@@ -184,8 +187,17 @@ fn row_errors(moments: &Moments, contract: &Contract, state: &State, merges: usi
         mean_square: mean_of(&|part| merged.mean_square(part, state.max_abs_score)) + sink_share(&merged, 2),
         own_mean: mean_of(&|part| own.mean(part, state.max_abs_score)) + sink_share(&own, 1),
         growth: (1.0 + 2.0 * mean) / (1.0 - mean),
-        // beyond the gap a token that is no rival may still become the computed maximum
-        exact_max: contract.exact_max && 2.0 * largest <= RIVAL_GAP,
+        // beyond the gap a token that is no rival may still become the computed maximum; and an engine may start
+        // its running maximum at the sink
+        exact_max: contract.exact_max && state.sink.is_none() && 2.0 * largest <= RIVAL_GAP,
+    }
+}
+
+/// `p_floor`, and in f16 at least half the spacing of its subnormals, which a contract may leave unsaid.
+pub(crate) fn probability_floor(contract: &Contract) -> f64 {
+    match contract.p_dtype {
+        Some(Dtype::F16) => contract.p_floor.max(half_ulp(Dtype::F16, f64::MIN_POSITIVE)),
+        _ => contract.p_floor,
     }
 }
 
@@ -193,7 +205,7 @@ fn row_errors(moments: &Moments, contract: &Contract, state: &State, merges: usi
 fn rounding_error(contract: &Contract, errors: &RowErrors, part: &Part, d: usize) -> f64 {
     let (peak, peak_abs) = if errors.exact_max { (part.peak, part.peak_value[d].abs()) } else { (0.0, 0.0) };
     let relative = contract.u_p() * (part.abs[d] - peak * peak_abs).max(0.0);
-    let floor = contract.p_floor * part.peak * (part.sum_abs[d] - peak_abs).max(0.0);
+    let floor = probability_floor(contract) * part.peak * (part.sum_abs[d] - peak_abs).max(0.0);
     relative + floor
 }
 
@@ -203,7 +215,7 @@ fn rounding_sum(contract: &Contract, errors: &RowErrors, part: &Part) -> f64 {
         return 0.0;
     }
     let (peak, rest) = if errors.exact_max { (part.peak, part.tokens - 1) } else { (0.0, part.tokens) };
-    contract.u_p() * (1.0 - peak).max(0.0) + contract.p_floor * part.peak * rest as f64
+    contract.u_p() * (1.0 - peak).max(0.0) + probability_floor(contract) * part.peak * rest as f64
 }
 
 /// What the largest token of a part may be off by, although it escapes rounding: when a rival with a larger score
@@ -351,7 +363,7 @@ fn rounded_normaliser(
         .iter()
         .map(|part| part.weight * part.peak * (part.sum_abs[d] + part.tokens as f64 * state.out[d].abs()))
         .sum();
-    (contract.u_p() * relative + contract.p_floor * floor) / (1.0 - rounding)
+    (contract.u_p() * relative + probability_floor(contract) * floor) / (1.0 - rounding)
 }
 
 /// Whether a partial output may be too large for its format.

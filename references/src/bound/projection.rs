@@ -1,8 +1,8 @@
 //! The bound of attention followed by an up-projection per head, `y = o·W_UV`, after the merge or before it.
 //!
-//! Errors that are common to all numbers of a token's value — its softmax weight, the rounding of its probability —
-//! pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the values
-//! `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
+//! Errors that are common to all numbers of a token's value — its softmax weight, the rounding of its probability
+//! — pass through the projection as if the *projected* values had been attended to: E1 and E2 are those of the
+//! values `v·W_UV`. Errors that are independent from one latent dimension to the next propagate through `|W_UV|`.
 
 use super::accumulation::{Contribution, HalfUlp, merge_arithmetic, partial_rounding};
 use super::output::{StateBound, Terms, bound_state};
@@ -75,13 +75,13 @@ pub struct UpProjection<'a> {
 pub struct CertifiedProjection {
     /// The latent results: merged output, partials and LSEs.
     pub latent: Certified,
-    /// The projected output. Its partials are the projected ones if the projection comes before the merge; otherwise
-    /// there are none.
+    /// The projected output. Its partials are the projected ones if the projection comes before the merge;
+    /// otherwise there are none.
     pub projected: Certified,
 }
 
-/// The bound of `y = o·W_UV`. Exact weights, accumulation at the contract's `u_acc` in any order, one rounding of `y`
-/// at the end (for [`super::interval`]) and, before a merge, of each rank's `y_r` to the partial format.
+/// The bound of `y = o·W_UV`. Exact weights, accumulation at the contract's `u_acc` in any order, one rounding of
+/// `y` at the end (for [`super::interval`]) and, before a merge, of each rank's `y_r` to the partial format.
 ///
 /// Beside E1 and E2 of the projected values, with `L(x) = Σ_c x_c·|W_c|`:
 ///
@@ -160,17 +160,23 @@ pub fn certify_projected<T: Element>(
 struct Projected {
     out: Vec<f64>,
     terms: Terms,
-    /// `[parts]`: `(y_r, bound with its rounding)`, `[v_dim]` each; none where the merge comes first.
-    partials: Vec<(Vec<f64>, Vec<f64>)>,
+    /// `[parts]`; none where the merge comes first.
+    partials: Vec<ProjectedPart>,
+}
+
+/// A rank's projected output `y_r` and its bound, rounding included, `[v_dim]` each.
+struct ProjectedPart {
+    out: Vec<f64>,
+    pre: Vec<f64>,
 }
 
 impl Certified {
     fn push_projected(&mut self, state: &Projected) {
         self.out.extend(&state.out);
         self.pre.extend(state.terms.total());
-        for (partial, (out, pre)) in self.partials.iter_mut().zip(&state.partials) {
-            partial.out.extend(out);
-            partial.pre.extend(pre);
+        for (partial, projected) in self.partials.iter_mut().zip(&state.partials) {
+            partial.out.extend(&projected.out);
+            partial.pre.extend(&projected.pre);
         }
         if let Some(terms) = &mut self.terms {
             terms.push(state.terms.clone());
@@ -279,7 +285,7 @@ impl One<'_> {
         }
     }
 
-    fn before(&self) -> (Terms, Vec<(Vec<f64>, Vec<f64>)>) {
+    fn before(&self) -> (Terms, Vec<ProjectedPart>) {
         let (own, values, error) = (&self.latent_bound.terms, &self.values_bound.terms, self.product_error());
         let summed = super::summation(self.contract, self.latent.tokens);
         let merged = self.latent.parts.len() > 1;
@@ -311,7 +317,7 @@ impl One<'_> {
             }
             let rounded = |share: &Contribution| share.pre + half_ulp.at(share.out.abs() + share.pre);
             let pre = shares.iter().map(|shares| rounded(&shares[rank])).collect();
-            partials.push((self.values.parts[rank].out.clone(), pre));
+            partials.push(ProjectedPart { out: self.values.parts[rank].out.clone(), pre });
         }
         if merged {
             let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();

@@ -47,8 +47,8 @@ impl ExponentError {
         self.by_size * size + self.by_score * score + self.constant
     }
 
-    /// How much larger the `α` of a token of size `size` may be than that of one of size `than`, when their scores
-    /// differ by at most `gap`.
+    /// How much larger the `α` of a token of size `size` may be than that of one of size `than`, when their
+    /// scores differ by at most `gap`.
     pub(super) fn excess(&self, size: f64, than: f64, gap: f64) -> f64 {
         self.by_size * (size - than).max(0.0) + self.by_score * gap
     }
@@ -70,8 +70,8 @@ impl ExponentError {
         sum
     }
 
-    /// `Σ p·w` with `w = expm1(α)`, over a part's own softmax: the series to the third power, and the rest bounded by
-    /// `α⁴/24·e^max α`.
+    /// `Σ p·w` with `w = expm1(α)`, over a part's own softmax: the series to the third power, and the rest
+    /// bounded by `α⁴/24·e^max α`.
     pub(super) fn mean(&self, part: &Part, max_abs_score: f64) -> f64 {
         let largest = self.at(part.max_a, max_abs_score);
         self.moment(part, 1)
@@ -89,8 +89,8 @@ impl ExponentError {
     }
 }
 
-/// `η`, the error of a merge weight's exponent: LSEs rounded to binary32, log, exp and subtraction in the merge, and
-/// whatever the LSE loses on its way. Zero where nothing is merged.
+/// `η`, the error of a merge weight's exponent: LSEs rounded to binary32, log, exp and subtraction in the merge,
+/// and whatever the LSE loses on its way. Zero where nothing is merged.
 pub(super) fn merge_weight_error(contract: &Contract, parts: usize, largest_lse: f64) -> f64 {
     if parts <= 1 {
         return 0.0;

@@ -1,5 +1,5 @@
-//! A float32 engine that keeps a rounding contract: tiles in random order, online softmax, bf16 probabilities, bf16
-//! partials, and each published merge. It exists to try to break the bound.
+//! A float32 engine that keeps a rounding contract: tiles in random order, online softmax, bf16 probabilities,
+//! bf16 partials, and each published merge. It exists to try to break the bound.
 
 use shardcheck_formats::contract::{Contract, Merge};
 use shardcheck_formats::dtype::Dtype;
@@ -51,13 +51,18 @@ pub fn attend(
                 if let (0, Some(index)) = (rank, habits.forgets) {
                     positions.remove(index);
                 }
-                let (mut out, lse) = partial(problem, (row, head), &positions, contract, habits, random);
+                let alone = if layout.world() == 1 { *problem } else { Problem { sink: None, ..*problem } };
+                let (mut out, lse) = partial(&alone, (row, head), &positions, contract, habits, random);
                 if layout.world() > 1 {
                     out.iter_mut().for_each(|x| *x = round_to(contract.partial, *x));
                 }
                 returned.partials[rank].0.extend(out.iter().map(|x| f64::from(*x)));
                 returned.partials[rank].1.push(f64::from(lse));
                 partials.push((out, lse));
+            }
+            if let (Some(sink), 2..) = (problem.sink, layout.world()) {
+                // one more exponential without a value, which belongs to no rank
+                partials.push((vec![0.0; problem.v_dim], sink[head] as f32));
             }
             let (out, lse) = if layout.world() == 1 && !seen.is_empty() {
                 partials.remove(0)
@@ -127,7 +132,8 @@ fn merge_two(a: &(Vec<f32>, f32), b: &(Vec<f32>, f32), normalise: bool) -> (Vec<
     (a.0.iter().zip(&b.0).map(|(x, y)| weighted(wa, *x) + weighted(wb, *y)).collect(), lse)
 }
 
-/// `[heads, v_dim]` from stored `[heads, latent]` by weights `[heads, latent, v_dim]`, block by block in binary32.
+/// `[heads, v_dim]` from stored `[heads, latent]` by weights `[heads, latent, v_dim]`, block by block in
+/// binary32.
 pub fn project(latent: &[f64], weights: &[f32], latent_dim: usize, v_dim: usize, truncate: bool) -> Vec<f32> {
     latent
         .chunks_exact(latent_dim)
@@ -178,15 +184,23 @@ fn partial(
     if positions.is_empty() {
         return (vec![f32::NAN; problem.v_dim], f32::NEG_INFINITY);
     }
-    let factor = (problem.scale * std::f64::consts::LOG2_E) as f32;
+    let score = |token: usize| {
+        let product = product(problem, row, head, token, habits.truncate);
+        match problem.softcap {
+            None => (problem.scale * std::f64::consts::LOG2_E) as f32 * product,
+            Some(cap) => {
+                let cap = cap as f32;
+                (cap * (product * problem.scale as f32 / cap).tanh()) * std::f32::consts::LOG2_E
+            }
+        }
+    };
     let mut tiles: Vec<&[usize]> = positions.chunks(habits.tile).collect();
     for i in (1..tiles.len()).rev() {
         tiles.swap(i, random.below(i as u64 + 1) as usize);
     }
     let (mut max, mut sum, mut acc) = (f32::NEG_INFINITY, 0f32, vec![0f32; problem.v_dim]);
     for tile in tiles {
-        let scores: Vec<f32> =
-            tile.iter().map(|&token| factor * product(problem, row, head, token, habits.truncate)).collect();
+        let scores: Vec<f32> = tile.iter().map(|&token| score(token)).collect();
         let new_max = scores.iter().copied().fold(max, f32::max);
         let rescale = (max - new_max).exp2();
         sum *= rescale;
@@ -209,6 +223,13 @@ fn partial(
                 *x = accumulate(*x, block, habits.truncate);
             }
         }
+    }
+    if let Some(sink) = problem.sink {
+        let sink = sink[head] as f32 * std::f32::consts::LOG2_E;
+        let rescale = (max - max.max(sink)).exp2();
+        max = max.max(sink);
+        sum = sum * rescale + (sink - max).exp2();
+        acc.iter_mut().for_each(|x| *x *= rescale);
     }
     acc.iter_mut().for_each(|x| *x /= sum);
     (acc, (max + sum.log2()) * std::f32::consts::LN_2)

@@ -16,8 +16,8 @@ pub struct Stored {
 }
 
 impl Stored {
-    /// Reads `shared/data/<area>.{safetensors,json}` beside the repository; where it is absent, says so on standard
-    /// error and returns `None`.
+    /// Reads `shared/data/<area>.{safetensors,json}` beside the repository; where it is absent, says so on
+    /// standard error and returns `None`.
     pub fn open(area: &str) -> Option<Self> {
         let base = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../shared/data").join(area);
         let tensors = base.with_extension("safetensors");
