@@ -102,7 +102,11 @@ pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
 /// Each property is tried on the faults that name it, one after the other, until it fails by itself on one of them.
 pub fn toothless(cases: &[Case]) -> Vec<&'static str> {
     let properties: Vec<_> = properties::all().collect();
-    properties.into_par_iter().filter(|property| !has_teeth(property, cases)).map(|property| property.id).collect()
+    properties
+        .into_par_iter()
+        .filter(|property| !has_teeth(property, cases))
+        .map(|property| property.id)
+        .collect()
 }
 
 /// Faults and cases on which a property is tried before it counts as toothless.
@@ -129,7 +133,9 @@ fn in_own_order<'a>(
 ) -> Vec<&'a Case> {
     let mut order: Vec<&Case> =
         cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(chosen)).collect();
-    order.sort_by_cached_key(|case| *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes());
+    order.sort_by_cached_key(|case| {
+        *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes()
+    });
     order
 }
 
