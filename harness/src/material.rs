@@ -552,3 +552,6 @@ impl AttentionMaterial {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;
