@@ -18,10 +18,13 @@
 //! conforming engine) and its *amplitude* `a = ⟨ρ, τ⟩/⟨τ, τ/σ²⟩`, the least-squares multiple of τ in the residual (North
 //! 1943, the matched filter). The largest score is the locator: it names the token or the rank.
 //!
-//! σ, its assumption (rounding errors independent, of mean zero) and its gates are those of [`crate::probable`], and a
-//! state takes part only if they hold: in every rank at least 99 % distinct scores (equal scores round alike) and scores
-//! whose deviation under the softmax is at least `8·u_p` (else all probabilities fall into a few cells of their format,
-//! which rounds them with a bias).
+//! σ, its assumption (rounding errors independent, of mean zero) and its first gate are those of [`crate::probable`]. A
+//! state takes part only if, in every rank that holds a visible token,
+//!
+//! * scores have a deviation under the softmax of at least `8·u_p`: else all probabilities fall into a few cells of their
+//!   format, which rounds them with a bias;
+//! * at least 99 % of the scores are distinct: equal ones round alike;
+//! * there are at least two tokens: one token's value is the partial output of every head, so that all heads round alike.
 //!
 //! Two things keep conforming engines silent on any input. The rounding of one token's probability hits all dimensions
 //! alike, so where single tokens weigh much, its variance along the template is added (`coherent`). And an amplitude counts

@@ -302,12 +302,12 @@ fn an_output_that_is_not_finite_is_not_examined() {
 
 #[test]
 fn rows_and_ranks_without_tokens_take_no_part() {
-    let inputs = Inputs::gauss(801, 2);
-    let (layout, contract) = (Layout::new(8, 1, 1).unwrap(), contract(Merge::A2a));
+    let inputs = Inputs::gauss(801, 4);
+    let (layout, contract) = (Layout::new(8, 2, 2).unwrap(), contract(Merge::A2a));
     let mut random = Counter::new(47, 0);
     let returned = attend(&inputs.problem(), &layout, &inputs.visible(), &contract, HABITS, &mut random);
     let examination = inputs.examine(&layout, &contract, &returned.out);
     assert_eq!(examination.alarms(), []);
-    assert!(examination.excluded >= HEADS, "the first row sees nothing");
+    assert!(examination.excluded >= HEADS, "the second row sees one token of the second rank");
     assert!(examination.ranks[2..].iter().all(|filter| filter.energy == 0.0));
 }

@@ -170,8 +170,8 @@ impl fmt::Display for Alarm {
                 )
             }
             Detector::RankLse => write!(f, "the LSE of rank {rank} is off by {amplitude:+.2e} ({score})"),
-            Detector::ValueScale => write!(f, "outputs are scaled by 1 {amplitude:+.2e} ({score})"),
-            Detector::KeyScale => write!(f, "scores are scaled by 1 {amplitude:+.2e} ({score})"),
+            Detector::ValueScale => write!(f, "outputs are off by {amplitude:+.2e} of their size ({score})"),
+            Detector::KeyScale => write!(f, "scores are off by {amplitude:+.2e} of their size ({score})"),
         }
     }
 }

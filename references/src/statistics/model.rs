@@ -199,11 +199,13 @@ impl<'a, T: Element> Model<'a, T> {
     }
 }
 
-/// States that take part: a token is visible, the gates of the probable bound hold, scores are distinct.
+/// States that take part: a token is visible, no rank holds a single one, the gates of the probable bound hold, scores are
+/// distinct.
 fn admitted(moments: &Moments, probable: &Probable) -> Vec<bool> {
     let distinct = |state: &State| {
         state.parts.iter().filter(|part| part.tokens > 0).all(|part| {
-            part.statistics.as_ref().is_some_and(|statistics| statistics.distinct >= MIN_DISTINCT)
+            part.tokens > 1
+                && part.statistics.as_ref().is_some_and(|statistics| statistics.distinct >= MIN_DISTINCT)
         })
     };
     let states = moments.states.iter().zip(&probable.gates_hold);
