@@ -1,0 +1,3 @@
+//! The program `shardcheck-serve`.
+
+fn main() {}
