@@ -1,10 +1,10 @@
 //! The inner loops with AVX2 and FMA: eight lanes, one fused rounding per step.
 
 use std::arch::x86_64::{
-    __m256, _mm_add_ps, _mm_and_si128, _mm_cvtss_f32, _mm_loadu_si128, _mm_set1_epi8, _mm_srli_epi16, _mm_srli_si128,
-    _mm_storeu_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_cvtepi32_ps, _mm256_cvtepu8_epi32,
-    _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps, _mm256_mul_ps, _mm256_set1_ps,
-    _mm256_setzero_ps, _mm256_storeu_ps,
+    __m256, _mm_add_ps, _mm_and_si128, _mm_cvtss_f32, _mm_loadu_si128, _mm_set1_epi8, _mm_srli_epi16,
+    _mm_srli_si128, _mm_storeu_ps, _mm256_add_ps, _mm256_castps256_ps128, _mm256_cvtepi32_ps,
+    _mm256_cvtepu8_epi32, _mm256_extractf128_ps, _mm256_fmadd_ps, _mm256_hadd_ps, _mm256_loadu_ps,
+    _mm256_mul_ps, _mm256_set1_ps, _mm256_setzero_ps, _mm256_storeu_ps,
 };
 
 use super::exponential;
