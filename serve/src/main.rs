@@ -57,6 +57,9 @@ struct Arguments {
     #[arg(long, help_heading = "Attention",
           value_parser = PossibleValuesParser::new(Fault::ALL.map(Fault::name)).try_map(|s| s.parse::<Fault>()))]
     fault: Option<Fault>,
+    /// Break only calls of at most this many query rows; 1: decode alone, prefill stays right
+    #[arg(long, requires = "fault", help_heading = "Attention")]
+    fault_max_rows: Option<usize>,
 
     /// Longest sequence in tokens; default: the model's
     #[arg(long, help_heading = "Limits")]
@@ -68,7 +71,7 @@ struct Arguments {
     #[arg(long, default_value_t = 128, help_heading = "Limits")]
     prefill_tokens: usize,
     /// Tokens that the KV cache holds
-    #[arg(long, default_value_t = 32_768, help_heading = "Limits")]
+    #[arg(long, default_value_t = 16_384, help_heading = "Limits")]
     kv_tokens: usize,
     /// Requests that may wait; more are answered 429
     #[arg(long, default_value_t = 256, help_heading = "Limits")]
@@ -171,6 +174,7 @@ fn config(arguments: Arguments) -> anyhow::Result<ServiceConfig> {
         merge: arguments.merge,
         dtype: arguments.attention_dtype,
         fault: arguments.fault,
+        fault_max_rows: arguments.fault_max_rows.unwrap_or(usize::MAX),
         cache_tokens: arguments.kv_tokens,
         engine,
         max_connections: arguments.max_connections,

@@ -75,6 +75,8 @@ pub struct ServiceConfig {
     pub dtype: OutputDtype,
     /// Injected fault.
     pub fault: Option<Fault>,
+    /// See [`ShardedConfig::fault_max_rows`].
+    pub fault_max_rows: usize,
     /// Tokens that the KV cache holds.
     pub cache_tokens: usize,
     /// Limits of the engine; its longest sequence is lowered to the model's.
@@ -101,7 +103,8 @@ impl ServiceConfig {
             merge: MergeOrder::A2a,
             dtype: OutputDtype::F32,
             fault: None,
-            cache_tokens: 32_768,
+            fault_max_rows: usize::MAX,
+            cache_tokens: 16_384,
             engine: EngineConfig {
                 max_sequences: 8,
                 prefill_tokens: 128,
@@ -136,6 +139,7 @@ impl Service {
             merge: config.merge,
             dtype: config.dtype,
             fault: config.fault,
+            fault_max_rows: config.fault_max_rows,
             cache_tokens: config.cache_tokens,
         };
         Self::start_with(config, |shape, simd| Ok(Box::new(Sharded::new(shape, sharded, simd)?)))

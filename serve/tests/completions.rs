@@ -138,6 +138,31 @@ fn a_continuation_has_the_log_probabilities_that_teacher_forcing_gives_it() {
 }
 
 #[test]
+fn a_fault_of_decode_alone_is_in_what_is_generated_and_not_in_what_is_scored() {
+    use shardcheck_serve::attention::fault::Fault;
+    let interleave = 8;
+    let served = Served::new(|config| {
+        (config.ranks, config.interleave_tokens, config.block_tokens) = (4, interleave, 8);
+        (config.fault, config.fault_max_rows) = (Some(Fault::DropLastTokenOnBoundary), 1);
+    });
+    let healthy = Served::new(|config| {
+        (config.ranks, config.interleave_tokens, config.block_tokens) = (4, interleave, 8);
+    });
+    let (tokens, logprobs) = generated(served.address(), 40);
+    let score = |served: &Served| {
+        let forced = complete(served.address(), &with(greedy(tokens.clone(), 0), "echo", json!(true)));
+        forced["choices"][0]["logprobs"]["token_logprobs"].as_array().expect("a column").clone()
+    };
+    let scored = score(&served);
+    assert_eq!(scored, score(&healthy), "scoring runs in chunks, which are right");
+    let first = tokens.len() - 40;
+    let differs = (0..40).find(|at| scored[first + at] != logprobs[*at]);
+    // The token at index i of the sequence is chosen when the length is i.
+    let boundary = (first + 1..).find(|length| length % (4 * interleave) == 0).expect("endless");
+    assert_eq!(differs, Some(boundary - first), "right up to the first length that is a multiple of W·S");
+}
+
+#[test]
 fn ranks_merge_orders_and_dtypes_agree_as_far_as_their_rounding_goes() {
     use shardcheck_serve::attention::{dtype::OutputDtype, merge::MergeOrder};
     let scores = |change: &dyn Fn(&mut ServiceConfig)| {

@@ -27,6 +27,7 @@ fn sharded(model: &Model, ranks: usize, interleave: usize, fault: Option<Fault>)
         merge: MergeOrder::A2a,
         dtype: OutputDtype::F32,
         fault,
+        fault_max_rows: usize::MAX,
         cache_tokens: 1024,
     };
     Sharded::new(model.config().attention, config, Simd::detect()).expect("a valid config")

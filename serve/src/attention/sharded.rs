@@ -47,6 +47,9 @@ pub struct ShardedConfig {
     pub dtype: OutputDtype,
     /// Injected fault.
     pub fault: Option<Fault>,
+    /// The fault is in calls of at most this many query rows. 1 is an engine whose single-token decode is broken while its
+    /// prefill takes another path; `usize::MAX` breaks both.
+    pub fault_max_rows: usize,
     /// Tokens that the cache holds over all ranks; rounded up to whole virtual blocks.
     pub cache_tokens: usize,
 }
@@ -61,7 +64,8 @@ struct Shard {
 pub struct Sharded {
     shape: AttentionShape,
     config: ShardedConfig,
-    policies: Policies,
+    /// What the fault replaces; healthy without one.
+    faulty: Policies,
     simd: Simd,
     blocks: usize,
     /// `[layers · W]`
@@ -91,8 +95,8 @@ impl Sharded {
         // Zeroed pages are not touched before they are used, so a large cache costs nothing up front.
         let shard = || Shard { keys: vec![0.0; elements], values: vec![0.0; elements] };
         let shards = (0..layers * ranks).map(|_| shard()).collect();
-        let policies = config.fault.map_or(Policies::HEALTHY, Fault::policies);
-        Ok(Self { shape, config, policies, simd, blocks, shards })
+        let faulty = config.fault.map_or(Policies::HEALTHY, Fault::policies);
+        Ok(Self { shape, config, faulty, simd, blocks, shards })
     }
 
     fn shard(&self, layer: usize, rank: usize) -> &Shard {
@@ -136,16 +140,16 @@ impl Sharded {
         let layout = self.config.layout;
         let partial = &mut partials[rank * dim..(rank + 1) * dim];
         partial.fill(0.0);
-        let tokens = (self.policies.local_tokens)(layout, visible, rank);
+        let tokens = (place.policies.local_tokens)(layout, visible, rank);
         if tokens == 0 {
-            lse[rank] = self.policies.empty_lse;
+            lse[rank] = place.policies.empty_lse;
             return;
         }
         let shard = self.shard(place.layer, rank);
         // Where the rank's n-th block lies, and which of its tokens are there.
         let blocks = (0..tokens.div_ceil(layout.block_tokens())).map(|column| {
             let first = column * layout.block_tokens();
-            let block = place.block_table[(self.policies.block_column)(column)] as usize;
+            let block = place.block_table[(place.policies.block_column)(column)] as usize;
             let start = self.offset(place.kv_head, block * layout.block_tokens());
             let range = first..(first + layout.block_tokens()).min(tokens);
             (start..start + range.len() * dim, range)
@@ -163,13 +167,14 @@ impl Sharded {
         for value in partial {
             *value = self.config.dtype.round(*value / sum);
         }
-        lse[rank] = (self.policies.reported_lse)(layout, rank, maximum + sum.ln());
+        lse[rank] = (place.policies.reported_lse)(layout, rank, maximum + sum.ln());
     }
 }
 
-/// Which keys a row reads.
+/// Which keys a row reads, and how.
 #[derive(Clone, Copy)]
 struct Place<'a> {
+    policies: &'a Policies,
     layer: usize,
     kv_head: usize,
     block_table: &'a [u32],
@@ -192,7 +197,10 @@ impl Attention for Sharded {
             block_tokens: self.config.layout.block_tokens(),
             merge: self.config.merge.name().to_string(),
             dtype: self.config.dtype.name().to_string(),
-            fault: self.config.fault.map(|fault| fault.name().to_string()),
+            fault: self.config.fault.map(|fault| match self.config.fault_max_rows {
+                usize::MAX => fault.name().to_string(),
+                rows => format!("{fault} in calls of up to {rows} rows"),
+            }),
         }
     }
 
@@ -241,8 +249,9 @@ impl Attention for Sharded {
         let group_elements = self.shape.group() * self.shape.head_dim;
         let rows = queries.len() / row_elements;
         assert!(rows <= total_tokens, "{rows} rows of a sequence of {total_tokens} tokens");
-        let visible = |row| (self.policies.visible_tokens)(total_tokens, rows, row);
-        let place = |kv_head| Place { layer, kv_head, block_table };
+        let policies = if rows <= self.config.fault_max_rows { &self.faulty } else { &Policies::HEALTHY };
+        let visible = |row| (policies.visible_tokens)(total_tokens, rows, row);
+        let place = |kv_head| Place { policies, layer, kv_head, block_table };
         if rows < TILE_ROWS {
             // Few rows: parallel over (row, KV head), each a consecutive piece of the output.
             out.par_chunks_mut(group_elements).enumerate().for_each_init(
@@ -287,6 +296,7 @@ mod tests {
             merge: MergeOrder::A2a,
             dtype: OutputDtype::F32,
             fault: None,
+            fault_max_rows: usize::MAX,
             cache_tokens: 256,
         }
     }
@@ -418,6 +428,16 @@ mod tests {
         assert!(changes(Fault::RowsShareLength, 40, 3));
         for fault in [Fault::LseBase2, Fault::LseMixedBase, Fault::RankLseOffset, Fault::RankLeftOut] {
             assert!(changes(fault, 40, 2), "{fault}");
+        }
+    }
+
+    #[test]
+    fn a_fault_of_single_rows_leaves_longer_calls_alone() {
+        let healthy = config(4, 2, 4);
+        let faulty = ShardedConfig { fault: Some(Fault::RankLseOffset), fault_max_rows: 2, ..healthy };
+        for rows in 1..=9 {
+            let changed = output(faulty, 40, rows) != output(healthy, 40, rows);
+            assert_eq!(changed, rows <= 2, "{rows} rows");
         }
     }
 
