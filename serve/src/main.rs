@@ -3,14 +3,14 @@
 use std::io::Write;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::path::PathBuf;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use clap::Parser;
-use clap::builder::PossibleValuesParser;
-use clap::builder::TypedValueParser;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
 
 use shardcheck_serve::attention::dtype::OutputDtype;
 use shardcheck_serve::attention::fault::Fault;
@@ -47,15 +47,15 @@ struct Arguments {
     block_size: usize,
     /// How partials are merged
     #[arg(long, default_value_t = MergeOrder::A2a, help_heading = "Attention",
-          value_parser = PossibleValuesParser::new(MergeOrder::ALL.map(MergeOrder::name)).try_map(|s| s.parse::<MergeOrder>()))]
+          value_parser = named::<MergeOrder>(MergeOrder::ALL.map(MergeOrder::name)))]
     merge: MergeOrder,
     /// Dtype of partial and merged outputs
     #[arg(long, default_value_t = OutputDtype::F32, help_heading = "Attention",
-          value_parser = PossibleValuesParser::new(OutputDtype::ALL.map(OutputDtype::name)).try_map(|s| s.parse::<OutputDtype>()))]
+          value_parser = named::<OutputDtype>(OutputDtype::ALL.map(OutputDtype::name)))]
     attention_dtype: OutputDtype,
     /// Break attention in a named way (needs --dcp of at least 2)
     #[arg(long, help_heading = "Attention",
-          value_parser = PossibleValuesParser::new(Fault::ALL.map(Fault::name)).try_map(|s| s.parse::<Fault>()))]
+          value_parser = named::<Fault>(Fault::ALL.map(Fault::name)))]
     fault: Option<Fault>,
     /// Break only calls of at most this many query rows; 1: decode alone, prefill stays right
     #[arg(long, requires = "fault", help_heading = "Attention")]
@@ -95,6 +95,14 @@ struct Arguments {
     /// Threads of the numeric work; default: all processors
     #[arg(long, help_heading = "Engine")]
     threads: Option<usize>,
+}
+
+/// A parser of one of `names`, which clap lists in its help and errors.
+fn named<T>(names: impl IntoIterator<Item = &'static str>) -> impl TypedValueParser<Value = T>
+where
+    T: FromStr<Err = String> + Clone + Send + Sync + 'static,
+{
+    PossibleValuesParser::new(names).try_map(|name| name.parse::<T>())
 }
 
 fn main() -> anyhow::Result<()> {

@@ -50,8 +50,8 @@ impl FromStr for MergeOrder {
 /// Merges W partials of one query row and head.
 ///
 /// `outputs`: `[W, D]`, in `dtype`; `lse`: `[W]`, natural, −∞ for a rank without tokens, whose output is not read;
-/// `out`: `[D]`, in `dtype`. With g = ln Σ_r exp(lse_r): out = Σ_r exp(lse_r − g) · outputs_r. NaN and +∞ in an LSE count as
-/// −∞ (vLLM's sanitiser); if every LSE is −∞ the result is 0. One rank's partial is passed on untouched.
+/// `out`: `[D]`, in `dtype`. With g = ln Σ_r exp(lse_r): out = Σ_r exp(lse_r − g) · outputs_r. NaN and +∞ in an LSE
+/// count as −∞ (vLLM's sanitiser); if every LSE is −∞ the result is 0. One rank's partial is passed on untouched.
 ///
 /// # Panics
 /// If the lengths do not fit.

@@ -270,7 +270,8 @@ mod tests {
     fn a_response_carries_its_length() {
         let bytes = Response::json(404, &serde_json::json!({"a": 1})).bytes(true, false);
         let text = String::from_utf8(bytes).expect("text");
-        let expected = "HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nContent-Length: 7\r\nConnection: close\r\n\r\n{\"a\":1}";
+        let expected = "HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\
+                        Connection: close\r\n\r\n{\"a\":1}";
         assert_eq!(text, expected);
     }
 }

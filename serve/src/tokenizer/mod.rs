@@ -1,7 +1,7 @@
 //! The byte-level BPE tokenizer that a GGUF file carries as tokens and merges.
 //!
 //! The rules are those of Hugging Face `tokenizers` (`ByteLevel` + `BPE` + added special tokens): special tokens are
-//! cut out of the text first, leftmost and longest; the rest is cut into words ([`words`]); inside a word the pair of
+//! cut out of the text first, leftmost and longest; the rest is cut into words; inside a word the pair of
 //! lowest merge rank is joined first, the leftmost of equals.
 
 mod alphabet;
