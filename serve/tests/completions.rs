@@ -72,7 +72,7 @@ fn a_completion_has_the_shape_that_clients_expect() {
             top.as_object().expect("a map").values().filter_map(Value::as_f64).fold(f64::MIN, f64::max);
         assert_eq!(logprob.as_f64(), Some(best), "greedy takes the most likely token");
     }
-    let default = complete(served.address(), &json!({"prompt": PROMPT}));
+    let default = complete(served.address(), &json!({"prompt": PROMPT, "ignore_eos": true}));
     assert_eq!(default["usage"]["completion_tokens"], json!(16), "OpenAI's default");
     assert_eq!(default["choices"][0]["logprobs"], Value::Null);
 }
