@@ -17,6 +17,7 @@ fn served(change: impl FnOnce(&mut ServiceConfig)) -> (Service, NamedTempFile) {
     let mut config = ServiceConfig::new(file.path().to_path_buf());
     config.model_name = "tiny".to_string();
     config.block_tokens = 4;
+    config.cache_tokens = 32_768; // a whole context of the tiny model
     config.engine.threads = 1;
     change(&mut config);
     (Service::start(config).expect("a free port"), file)

@@ -24,7 +24,11 @@ impl Drop for Program {
 impl Program {
     fn start(model: &Path, arguments: &[&str]) -> (Self, SocketAddr) {
         let mut command = Command::new(env!("CARGO_BIN_EXE_shardcheck-serve"));
-        command.arg("--model").arg(model).args(["--port", "0", "--threads", "1"]).args(arguments);
+        command
+            .arg("--model")
+            .arg(model)
+            .args(["--port", "0", "--threads", "1", "--kv-tokens", "32768"])
+            .args(arguments);
         let child =
             command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().expect("the program starts");
         let mut program = Self(child);
