@@ -232,7 +232,7 @@ fn stopping_without_grace_fails_what_runs_with_an_answer() {
     let mut client = Client::connect(address);
     client.send_post("/v1/completions", &long());
     wait_until("it runs", || running(address) == 1.0);
-    assert_eq!(service.stop(Duration::ZERO), 1);
+    assert!(service.stop(Duration::ZERO) >= 1, "the request was cut");
     assert_eq!(client.answer().error(503)["code"], json!("stopping"));
 }
 
