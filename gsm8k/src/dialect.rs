@@ -1,10 +1,9 @@
 //! The dialects of the GSM8K run: which shots, which request and which rule of scoring belong together.
 
-use std::fmt;
-use std::str::FromStr;
-
 use clap::ValueEnum;
 use serde::{Deserialize, Serialize};
+
+use crate::vocabulary::named;
 
 /// A way of running GSM8K. Scores of different dialects must not be compared.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, ValueEnum, Serialize, Deserialize)]
@@ -94,28 +93,6 @@ pub const MAX_TOKENS: u32 = 256;
 pub const NUM_FEWSHOT: usize = 5;
 /// lm-eval's few-shot seed (the fourth of its default `0,1234,1234,1234`).
 pub const FEWSHOT_SEED: u64 = 1234;
-
-macro_rules! named {
-    ($kind:ty, $what:literal) => {
-        impl fmt::Display for $kind {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.pad(self.name())
-            }
-        }
-
-        impl FromStr for $kind {
-            type Err = String;
-
-            fn from_str(text: &str) -> Result<Self, Self::Err> {
-                Self::ALL.into_iter().find(|value| value.name() == text).ok_or_else(|| {
-                    let names: Vec<_> = Self::ALL.iter().map(|value| value.name()).collect();
-                    format!("'{text}' is no {}; one of: {}", $what, names.join(", "))
-                })
-            }
-        }
-    };
-}
-pub(crate) use named;
 
 named!(Dialect, "dialect");
 named!(Filter, "filter");

@@ -1,10 +1,10 @@
 //! How a command ends: the outcomes with their exit codes, and the errors a user can act on.
 
-use std::fmt;
 use std::io;
 use std::path::Path;
 use std::process::ExitCode;
-use std::str::FromStr;
+
+use crate::vocabulary::named;
 
 /// How a command ended. The exit codes are those of the whole `shardcheck` program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -78,22 +78,7 @@ impl Outcome {
     }
 }
 
-impl fmt::Display for Outcome {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for Outcome {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        Self::ALL.into_iter().find(|outcome| outcome.name() == text).ok_or_else(|| {
-            let names: Vec<_> = Self::ALL.iter().map(|outcome| outcome.name()).collect();
-            format!("'{text}' is no outcome; one of: {}", names.join(", "))
-        })
-    }
-}
+named!(Outcome, "outcome");
 
 impl From<Outcome> for ExitCode {
     fn from(outcome: Outcome) -> Self {
@@ -110,6 +95,9 @@ pub enum Error {
     /// Two runs that must not be compared; each reason is one difference.
     #[error("these runs must not be compared:\n  - {}", .0.join("\n  - "))]
     Incomparable(Vec<String>),
+    /// The selection holds no question.
+    #[error("{0}")]
+    NothingSelected(String),
     /// Data or run files that are missing or not what they should be.
     #[error("{0}")]
     Data(String),
@@ -131,6 +119,7 @@ impl Error {
     pub fn outcome(&self) -> Outcome {
         match self {
             Error::Usage(_) | Error::Incomparable(_) | Error::Data(_) => Outcome::Usage,
+            Error::NothingSelected(_) => Outcome::NothingSelected,
             Error::Server(_) => Outcome::RerunOutstanding,
             Error::Io { .. } => Outcome::Internal,
         }

@@ -6,13 +6,10 @@ pub mod mcnemar;
 pub mod normal;
 pub mod paired;
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
-use crate::dialect::named;
 use crate::outcome::Outcome;
+use crate::vocabulary::named;
 
 /// What a comparison can conclude.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

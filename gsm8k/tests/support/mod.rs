@@ -1,6 +1,7 @@
 //! What several tests share: the published data, and servers that misbehave.
 #![allow(dead_code)] // each test binary uses its part
 
+pub mod bench;
 pub mod hostile_server;
 
 use std::path::PathBuf;
