@@ -143,7 +143,8 @@ fn a_hanging_server_times_out_and_is_given_up() {
 
 #[test]
 fn cut_answers_wrong_json_and_null_text_are_failures_with_their_own_names() {
-    let bodies: [(&str, fn(&Request) -> Reply); 5] = [
+    type Behaviour = fn(&Request) -> Reply;
+    let bodies: [(&str, Behaviour); 5] = [
         ("cut", |_| {
             let body = completion("a long answer #### 18");
             Reply::CutAfter(body.len() / 2, body)
@@ -157,7 +158,7 @@ fn cut_answers_wrong_json_and_null_text_are_failures_with_their_own_names() {
         let bench = Bench::new();
         // every sixth question is answered badly whenever it is asked
         let server = HostileServer::start(move |request| {
-            if asked_number(request) % 6 == 0 { bad(request) } else { right_answer(request) }
+            if asked_number(request).is_multiple_of(6) { bad(request) } else { right_answer(request) }
         });
         let report = bench.run(&server.url());
         assert_eq!(report.failed.get(name), Some(&(QUESTIONS / 6)), "{name}: {report}");

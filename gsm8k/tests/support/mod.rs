@@ -3,6 +3,7 @@
 
 pub mod bench;
 pub mod hostile_server;
+pub mod toy_model;
 
 use std::path::PathBuf;
 

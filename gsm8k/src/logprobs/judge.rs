@@ -1,0 +1,527 @@
+//! The verdict on two servers' log-probabilities: fault, clean, or inconclusive, each with its figure.
+
+use serde::Serialize;
+
+use super::pattern::{self, Pattern};
+use super::probe::{Position, ProbeResult, Route};
+use crate::coverage::Sharding;
+use crate::outcome::Outcome;
+use crate::vocabulary::named;
+
+/// A shift beyond this many noise widths is not noise.
+const OUTLIER_WIDTHS: f64 = 30.0;
+/// A shift beyond this many times the largest between two measurements of A is not its churn.
+const CHURN_FACTOR: f64 = 3.0;
+/// The smallest limit, in log-odds: below, log-probabilities are rounded.
+const LEAST_LIMIT: f64 = 1e-3;
+/// A length stands out when all its prompts have this many times the usual root mean square.
+const STANDS_OUT: f64 = 6.0;
+/// Median of the absolute value of a normal variable, in standard deviations.
+const NORMAL_MEDIAN: f64 = 0.6745;
+/// A shift of the mean by this many standard errors is systematic.
+const SYSTEMATIC_Z: f64 = 5.0;
+/// Smallest systematic shift that counts as a fault, in log-odds.
+const LEAST_SYSTEMATIC: f64 = 0.01;
+/// A needle's token counts as recalled from this probability on.
+const RECALLED: f64 = 0.3;
+
+/// What the comparison of log-probabilities concludes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum LogprobVerdict {
+    /// B computes something else than A.
+    Fault,
+    /// All differences are noise, and a lost shard would have shown.
+    Clean,
+    /// The probes could not have shown a fault, or nearly did.
+    Inconclusive,
+}
+
+impl LogprobVerdict {
+    /// Every verdict.
+    pub const ALL: [LogprobVerdict; 3] =
+        [LogprobVerdict::Fault, LogprobVerdict::Clean, LogprobVerdict::Inconclusive];
+
+    /// The name used in reports and JSON.
+    pub fn name(self) -> &'static str {
+        match self {
+            LogprobVerdict::Fault => "fault",
+            LogprobVerdict::Clean => "clean",
+            LogprobVerdict::Inconclusive => "inconclusive",
+        }
+    }
+
+    /// How a command with this verdict ends.
+    pub fn outcome(self) -> Outcome {
+        match self {
+            LogprobVerdict::Fault => Outcome::Failed,
+            LogprobVerdict::Clean => Outcome::Passed,
+            LogprobVerdict::Inconclusive => Outcome::Inconclusive,
+        }
+    }
+}
+
+named!(LogprobVerdict, "verdict on log-probabilities");
+
+/// What is known of one route.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RouteFigures {
+    /// The route.
+    pub route: Route,
+    /// Positions compared.
+    pub positions: usize,
+    /// Width of the noise in log-odds: the median absolute shift, scaled to a normal's standard deviation.
+    pub noise: f64,
+    /// The limit in log-odds.
+    pub limit: f64,
+    /// Largest absolute shift in log-odds.
+    pub largest: f64,
+    /// Positions beyond the limit.
+    pub beyond: usize,
+    /// Mean shift (positive: B is less sure of the text), in log-odds.
+    pub mean: f64,
+    /// The mean in standard errors, probes counted as clusters.
+    pub z: f64,
+    /// Positions where the best token differs.
+    pub flips: usize,
+    /// A's largest margin among them.
+    pub largest_flip_margin: f64,
+}
+
+/// The judgement.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Judgement {
+    /// The verdict.
+    pub verdict: LogprobVerdict,
+    /// The reasons, the weightiest first.
+    pub reasons: Vec<String>,
+    /// Figures by route.
+    pub routes: Vec<RouteFigures>,
+    /// Largest absolute shift between two measurements of A, in log-odds.
+    pub largest_repeated: Option<f64>,
+    /// What the bad positions have in common.
+    pub patterns: Vec<Pattern>,
+    /// Shortest context with a bad position.
+    pub shortest_bad_context: Option<u64>,
+    /// The worst position.
+    pub worst: Option<Position>,
+    /// Share of the needles' tokens that A recalls.
+    pub recalled: f64,
+    /// Ranks on which no recalled needle token lies.
+    pub ranks_without_needle: Vec<u64>,
+}
+
+/// What a judgement depends on beside the measurements.
+#[derive(Debug, Clone, Copy)]
+pub struct JudgeInput {
+    /// The sharding of B.
+    pub sharding: Sharding,
+    /// A shift in log-odds that is a fault whatever the noise.
+    pub cap: f64,
+}
+
+/// Judges the results of all probes; `lengths` gives the planned context of each.
+pub fn judge(results: &[ProbeResult], lengths: &[u64], input: JudgeInput) -> Judgement {
+    let positions: Vec<Position> = results.iter().flat_map(|result| result.positions.clone()).collect();
+    let repeated = results.iter().flat_map(|result| &result.repeated).map(|shift| shift.abs());
+    let largest_repeated = repeated.reduce(f64::max);
+    let routes: Vec<RouteFigures> = Route::ALL
+        .iter()
+        .filter_map(|route| figures(*route, &positions, largest_repeated, input.cap))
+        .collect();
+    let limit = |position: &Position| {
+        routes
+            .iter()
+            .find(|figures| figures.route == position.route)
+            .map_or(input.cap, |figures| figures.limit)
+    };
+    let is_bad: Vec<bool> = positions.iter().map(|position| position.shift.abs() > limit(position)).collect();
+    let mut bad: Vec<&Position> =
+        positions.iter().zip(&is_bad).filter(|(_, bad)| **bad).map(|(position, _)| position).collect();
+    bad.sort_by(|left, right| right.shift.abs().total_cmp(&left.shift.abs()));
+    let faults = faults(results, lengths, &routes, &bad, input.cap);
+    let (recalled, ranks_without_needle) = recall(&positions, input.sharding);
+    let doubts = doubts(results, &routes, &bad, recalled, &ranks_without_needle, largest_repeated, input);
+    let (verdict, reasons) = if !faults.is_empty() {
+        (LogprobVerdict::Fault, faults)
+    } else if !doubts.is_empty() {
+        (LogprobVerdict::Inconclusive, doubts)
+    } else {
+        (LogprobVerdict::Clean, vec![clean_words(&routes)])
+    };
+    Judgement {
+        verdict,
+        reasons,
+        largest_repeated,
+        patterns: pattern::explain(&positions, &is_bad, input.sharding),
+        shortest_bad_context: bad.iter().map(|position| position.context_tokens).min(),
+        worst: bad.first().map(|position| (*position).clone()),
+        recalled,
+        ranks_without_needle,
+        routes,
+    }
+}
+
+fn figures(
+    route: Route,
+    positions: &[Position],
+    largest_repeated: Option<f64>,
+    cap: f64,
+) -> Option<RouteFigures> {
+    let mine: Vec<&Position> = positions.iter().filter(|position| position.route == route).collect();
+    let mut sizes: Vec<f64> = mine.iter().map(|position| position.shift.abs()).collect();
+    sizes.sort_by(f64::total_cmp);
+    let noise = sizes.get(sizes.len() / 2)? / NORMAL_MEDIAN;
+    let churn = CHURN_FACTOR * largest_repeated.unwrap_or(0.0);
+    let limit = (OUTLIER_WIDTHS * noise).clamp(LEAST_LIMIT, cap).max(churn);
+    let (mean, z) = clustered_mean(&mine);
+    let margins: Vec<f64> = mine.iter().filter_map(|position| position.flip_margin).collect();
+    Some(RouteFigures {
+        route,
+        positions: mine.len(),
+        noise,
+        limit,
+        largest: *sizes.last()?,
+        beyond: sizes.iter().filter(|size| **size > limit).count(),
+        mean,
+        z,
+        flips: margins.len(),
+        largest_flip_margin: margins.into_iter().fold(0.0, f64::max),
+    })
+}
+
+/// The mean shift and its distance from zero in standard errors of the probes' sums.
+fn clustered_mean(positions: &[&Position]) -> (f64, f64) {
+    let mut sums: std::collections::BTreeMap<usize, f64> = Default::default();
+    for position in positions {
+        // a single lost token must not drown the mean of the others
+        *sums.entry(position.probe).or_default() += position.shift.clamp(-1.0, 1.0);
+    }
+    let (n, clusters) = (positions.len() as f64, sums.len() as f64);
+    let total: f64 = sums.values().sum();
+    let center = total / clusters;
+    let variance: f64 = sums.values().map(|sum| (sum - center).powi(2)).sum();
+    let stderr = (variance * clusters / (clusters - 1.0)).sqrt() / n;
+    let mean = total / n;
+    (mean, if stderr > 0.0 { mean / stderr } else { 0.0 })
+}
+
+/// Every sign of a fault, in words.
+fn faults(
+    results: &[ProbeResult],
+    lengths: &[u64],
+    routes: &[RouteFigures],
+    bad: &[&Position],
+    cap: f64,
+) -> Vec<String> {
+    let mut faults = Vec::new();
+    let failed: Vec<String> = results
+        .iter()
+        .zip(lengths)
+        .filter_map(|(result, length)| Some(format!("{length} tokens: {}", result.b_failed.as_ref()?)))
+        .collect();
+    if !failed.is_empty() {
+        faults.push(format!("B failed where A answered, {} times; first at {}", failed.len(), failed[0]));
+    }
+    // one position just beyond the limit is no proof, two or one far beyond are
+    let far = bad.iter().filter(|position| position.shift.abs() > cap).count();
+    if bad.len() >= 2 || far >= 1 {
+        let worst = bad[0];
+        faults.push(format!(
+            "{} positions shifted by more than noise; worst {:+.4} in log-odds ({:.4} in A, {:.4} in B) at a context of {} \
+             tokens, {}",
+            bad.len(),
+            worst.shift,
+            worst.logprob_a,
+            worst.logprob_b,
+            worst.context_tokens,
+            worst.route
+        ));
+    }
+    for figures in routes {
+        if figures.flips > 0 && figures.largest_flip_margin > figures.limit {
+            faults.push(format!(
+                "{}: the best token changed although A preferred it by {:.4}; noise changes it below {:.4} only",
+                figures.route, figures.largest_flip_margin, figures.limit
+            ));
+        }
+        let floor = LEAST_SYSTEMATIC.max(0.5 * figures.noise);
+        if figures.z.abs() > SYSTEMATIC_Z && figures.mean.abs() > floor {
+            faults.push(format!(
+                "{}: B is {} sure of the text throughout: mean shift {:+.4} in log-odds, {:.1} standard errors",
+                figures.route,
+                if figures.mean > 0.0 { "less" } else { "more" },
+                figures.mean,
+                figures.z.abs()
+            ));
+        }
+    }
+    faults.extend(standing_out(results, lengths));
+    faults
+}
+
+/// Lengths whose every prompt is noisier than the rest by far.
+fn standing_out(results: &[ProbeResult], lengths: &[u64]) -> Option<String> {
+    let rms = |result: &ProbeResult| {
+        let squares: f64 = result.positions.iter().map(|position| position.shift.powi(2)).sum();
+        (squares / result.positions.len().max(1) as f64).sqrt()
+    };
+    let all: Vec<f64> = results.iter().map(rms).collect();
+    let mut sorted = all.clone();
+    sorted.sort_by(f64::total_cmp);
+    let usual = *sorted.get(sorted.len() / 2)?;
+    let limit = (STANDS_OUT * usual).max(0.1 * LEAST_LIMIT);
+    let mut by_length: std::collections::BTreeMap<u64, Vec<f64>> = Default::default();
+    for (length, rms) in lengths.iter().zip(&all) {
+        by_length.entry(*length).or_default().push(*rms);
+    }
+    let loud: Vec<String> = by_length
+        .iter()
+        .filter(|(_, values)| values.len() >= 2 && values.iter().all(|value| *value > limit))
+        .map(|(length, _)| length.to_string())
+        .collect();
+    (!loud.is_empty()).then(|| {
+        format!(
+            "prompts of {} tokens differ more than {STANDS_OUT} times as much as the others, each time",
+            loud.join(", ")
+        )
+    })
+}
+
+/// The share of needle tokens that A recalls, and the ranks that hold none of those.
+fn recall(positions: &[Position], sharding: Sharding) -> (f64, Vec<u64>) {
+    let mut covered = vec![false; sharding.dcp as usize];
+    let (mut tokens, mut recalled) = (0u64, 0u64);
+    for position in positions {
+        let Some(source) = position.source else { continue };
+        tokens += 1;
+        if position.logprob_a > RECALLED.ln() {
+            recalled += 1;
+            covered[(source / sharding.interleave % sharding.dcp) as usize] = true;
+        }
+    }
+    let missing = (0..sharding.dcp).filter(|rank| !covered[*rank as usize]).collect();
+    (recalled as f64 / tokens.max(1) as f64, missing)
+}
+
+/// Every reason why the absence of a fault proves little.
+fn doubts(
+    results: &[ProbeResult],
+    routes: &[RouteFigures],
+    bad: &[&Position],
+    recalled: f64,
+    ranks_without_needle: &[u64],
+    largest_repeated: Option<f64>,
+    input: JudgeInput,
+) -> Vec<String> {
+    let mut doubts = Vec::new();
+    if let Some(position) = bad.first() {
+        doubts.push(format!(
+            "one position, at a context of {} tokens, is beyond the limit ({:+.4}); repeat with another --seed",
+            position.context_tokens, position.shift
+        ));
+    }
+    for route in Route::ALL {
+        if !routes.iter().any(|figures| figures.route == route && figures.positions > 0) {
+            doubts.push(format!("no {route} position could be compared"));
+        }
+    }
+    let compared: usize = routes.iter().filter(|f| f.route == Route::Decode).map(|f| f.positions).sum();
+    let lost: usize = results.iter().map(|result| result.lost).sum();
+    if lost > compared {
+        doubts.push(format!("{lost} decode positions could not be compared, only {compared} could"));
+    }
+    if let Some(largest) = largest_repeated.filter(|largest| CHURN_FACTOR * largest > input.cap) {
+        doubts
+            .push(format!("A differs from itself by up to {largest:.3} in log-odds: too noisy a yardstick"));
+    }
+    if !ranks_without_needle.is_empty() {
+        let ranks: Vec<String> = ranks_without_needle.iter().map(u64::to_string).collect();
+        doubts.push(format!(
+            "no needle on rank {} was recalled by A ({:.0} % of all needle tokens were), so the loss of that shard would \
+             hardly show",
+            ranks.join(", "),
+            100.0 * recalled
+        ));
+    }
+    doubts
+}
+
+fn clean_words(routes: &[RouteFigures]) -> String {
+    let parts: Vec<String> = routes
+        .iter()
+        .map(|figures| {
+            format!(
+                "{}: largest shift {:.4} in log-odds over {} positions, limit {:.4}",
+                figures.route, figures.largest, figures.positions, figures.limit
+            )
+        })
+        .collect();
+    parts.join("; ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::client::{Failure, FailureKind};
+    use crate::mersenne::PythonRandom;
+
+    const INPUT: JudgeInput =
+        JudgeInput { sharding: Sharding { dcp: 2, interleave: 1, block_size: Some(16) }, cap: 1.0 };
+    const LENGTHS: [u64; 8] = [40, 40, 60, 60, 80, 80, 100, 100];
+
+    /// Probes with normal noise of the given width, changed by `change`.
+    fn results(width: f64, change: impl Fn(&mut Position)) -> Vec<ProbeResult> {
+        let mut random = PythonRandom::new(11);
+        let mut normal = move || {
+            let radius = (-2.0 * (1.0 - random.uniform()).ln()).sqrt();
+            radius * (std::f64::consts::TAU * random.uniform()).cos()
+        };
+        LENGTHS
+            .iter()
+            .enumerate()
+            .map(|(probe, length)| {
+                let positions = (1..length + 16)
+                    .map(|context_tokens| {
+                        let route = if context_tokens > *length { Route::Decode } else { Route::Prefill };
+                        let source = (context_tokens + 10 > *length && route == Route::Prefill)
+                            .then(|| context_tokens - length / 2);
+                        let mut position = Position {
+                            probe,
+                            route,
+                            context_tokens,
+                            source,
+                            logprob_a: -0.5,
+                            logprob_b: -0.5,
+                            shift: width * normal(),
+                            flip_margin: None,
+                        };
+                        change(&mut position);
+                        position
+                    })
+                    .collect();
+                let repeated = vec![width, -width];
+                ProbeResult { positions, repeated, lost: 0, b_failed: None, first_divergence: None }
+            })
+            .collect()
+    }
+
+    fn verdict(results: &[ProbeResult]) -> (LogprobVerdict, String) {
+        let judgement = judge(results, &LENGTHS, INPUT);
+        (judgement.verdict, judgement.reasons.join("; "))
+    }
+
+    #[test]
+    fn noise_of_any_width_is_clean() {
+        for width in [0.0, 1e-6, 1e-3, 0.03, 0.1] {
+            let (verdict, reasons) = verdict(&results(width, |_| {}));
+            assert_eq!(verdict, LogprobVerdict::Clean, "{width}: {reasons}");
+        }
+    }
+
+    #[test]
+    fn a_shift_is_found_at_the_scale_of_the_noise() {
+        let late = |size: f64| {
+            move |position: &mut Position| {
+                if position.context_tokens >= 100 {
+                    position.shift += size;
+                }
+            }
+        };
+        for (width, size) in [(1e-6, 0.01), (1e-3, 0.1), (0.03, 1.5)] {
+            let judgement = judge(&results(width, late(size)), &LENGTHS, INPUT);
+            assert_eq!(judgement.verdict, LogprobVerdict::Fault, "{width} {size}");
+            assert_eq!(judgement.shortest_bad_context, Some(100));
+            assert!(judgement.patterns[0].words.contains("at least 100 tokens"), "{:?}", judgement.patterns);
+            assert!(judgement.worst.unwrap().context_tokens >= 100);
+        }
+    }
+
+    #[test]
+    fn a_small_loss_everywhere_is_systematic() {
+        let (verdict, reasons) = verdict(&results(0.03, |position| position.shift += 0.02));
+        assert_eq!(verdict, LogprobVerdict::Fault, "{reasons}");
+        assert!(reasons.contains("less sure of the text throughout"), "{reasons}");
+    }
+
+    #[test]
+    fn a_noisier_length_stands_out_only_if_all_its_prompts_do() {
+        let louder = |probes: std::ops::Range<usize>| {
+            let results = results(0.001, move |position| {
+                if probes.contains(&position.probe) {
+                    position.shift *= 9.0;
+                }
+            });
+            verdict(&results)
+        };
+        let (verdict, reasons) = louder(4..6);
+        assert_eq!(verdict, LogprobVerdict::Fault, "{reasons}");
+        assert!(reasons.contains("prompts of 80 tokens"), "{reasons}");
+        assert!(!louder(4..5).1.contains("prompts of"));
+    }
+
+    #[test]
+    fn a_flip_at_a_large_margin_is_a_fault_and_at_a_small_one_is_churn() {
+        let flip = |margin: f64| {
+            verdict(&results(0.01, move |position| {
+                if position.context_tokens == 50 && position.route == Route::Prefill {
+                    position.flip_margin = Some(margin);
+                }
+            }))
+        };
+        assert_eq!(flip(0.02).0, LogprobVerdict::Clean);
+        let (verdict, reasons) = flip(2.5);
+        assert_eq!(verdict, LogprobVerdict::Fault);
+        assert!(reasons.contains("preferred it by 2.5"), "{reasons}");
+    }
+
+    #[test]
+    fn a_single_outlier_just_beyond_the_limit_is_a_doubt_and_a_gross_one_a_fault() {
+        let outlier = |size: f64| {
+            let mut results = results(1e-3, |_| {});
+            results[2].positions[30].shift = size;
+            verdict(&results)
+        };
+        assert_eq!(outlier(0.05).0, LogprobVerdict::Inconclusive);
+        assert!(outlier(0.05).1.contains("another --seed"));
+        assert_eq!(outlier(3.0).0, LogprobVerdict::Fault);
+    }
+
+    #[test]
+    fn what_could_not_have_been_seen_is_no_clean_result() {
+        let unsure = results(0.01, |position| position.logprob_a = -4.0);
+        assert!(verdict(&unsure).1.contains("no needle on rank 0, 1 was recalled"));
+        let mut apart = results(0.01, |_| {});
+        apart.iter_mut().for_each(|result| {
+            result.lost = 15;
+            result.positions.retain(|position| position.route == Route::Prefill);
+        });
+        let (verdict_apart, reasons) = verdict(&apart);
+        assert_eq!(verdict_apart, LogprobVerdict::Inconclusive);
+        assert!(reasons.contains("no decode position"), "{reasons}");
+        let mut restless = results(0.01, |_| {});
+        restless[0].repeated.push(0.8);
+        assert!(verdict(&restless).1.contains("too noisy a yardstick"));
+    }
+
+    #[test]
+    fn a_failure_of_b_alone_is_a_fault() {
+        let mut crashing = results(0.01, |_| {});
+        let detail = "engine dead".to_owned();
+        crashing[6].b_failed =
+            Some(Failure { kind: FailureKind::ServerError, status: Some(500), detail, attempts: 3 });
+        let (verdict, reasons) = verdict(&crashing);
+        assert_eq!(verdict, LogprobVerdict::Fault);
+        assert!(reasons.contains("first at 100 tokens") && reasons.contains("engine dead"), "{reasons}");
+    }
+
+    #[test]
+    fn verdicts_are_read_back_and_end_differently() {
+        let codes: Vec<u8> =
+            LogprobVerdict::ALL.iter().map(|verdict| verdict.outcome().exit_code()).collect();
+        assert_eq!(codes, [1, 0, 3]);
+        for verdict in LogprobVerdict::ALL {
+            assert_eq!(verdict.name().parse::<LogprobVerdict>(), Ok(verdict));
+        }
+    }
+}
