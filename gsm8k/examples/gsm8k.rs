@@ -8,7 +8,7 @@ use shardcheck_gsm8k::{Gsm8kArgs, logprobs};
 #[derive(Parser)]
 enum Program {
     /// GSM8K end to end: run, compare, gate.
-    Gsm8k(Gsm8kArgs),
+    Gsm8k(Box<Gsm8kArgs>),
     /// Compare the log-probabilities of two servers at chosen lengths.
     Logprobs(Box<logprobs::LogprobsArgs>),
 }

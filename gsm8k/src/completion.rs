@@ -59,11 +59,21 @@ pub struct Completion {
     pub model: Option<String>,
     /// Seconds from sending to the last byte.
     pub latency_s: f64,
-    /// Steps by accepted draft tokens (index 0: none), when the server reports it per request
-    /// (vLLM `metrics.speculative_decoding.acceptance_histogram`).
-    pub acceptance_histogram: Option<Vec<u64>>,
+    /// Acceptance of this request's drafts, when the server reports it.
+    pub acceptance: Option<RequestAcceptance>,
     /// Log-probabilities per position, when asked for.
     pub logprobs: Option<Logprobs>,
+}
+
+/// Acceptance of one request's drafts: vLLM's `metrics.speculative_decoding`, sent with
+/// `--per-request-spec-decode-metrics`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RequestAcceptance {
+    /// Steps by accepted draft tokens; index 0 counts the steps that accepted none.
+    pub acceptance_histogram: Vec<u64>,
+    /// Draft tokens proposed; absent when every step proposed as many as the histogram has room for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub num_draft_tokens: Option<u64>,
 }
 
 /// The `logprobs` object of a choice. All lists have one entry per returned token.
@@ -118,15 +128,11 @@ impl Completion {
             completion_tokens: json["usage"]["completion_tokens"].as_u64(),
             model: json["model"].as_str().map(str::to_owned),
             latency_s,
-            acceptance_histogram: acceptance_histogram(&json),
+            // a server's own way of reporting it is no reason to reject the answer
+            acceptance: RequestAcceptance::deserialize(&json["metrics"]["speculative_decoding"]).ok(),
             logprobs,
         })
     }
-}
-
-fn acceptance_histogram(json: &Value) -> Option<Vec<u64>> {
-    let bins = json["metrics"]["speculative_decoding"]["acceptance_histogram"].as_array()?;
-    bins.iter().map(Value::as_u64).collect()
 }
 
 #[cfg(test)]
@@ -160,11 +166,12 @@ mod tests {
     fn an_answer_gives_text_reason_counts_and_acceptance() {
         let body = r#"{"model": "m", "choices": [{"text": " 18", "finish_reason": "stop"}],
             "usage": {"prompt_tokens": 9, "completion_tokens": 2},
-            "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 3]}}}"#;
+            "metrics": {"speculative_decoding": {"acceptance_histogram": [1, 0, 3], "num_draft_tokens": 7}}}"#;
         let answer = Completion::parse(body, 0.5).unwrap();
         assert_eq!((answer.text.as_str(), answer.finish_reason.as_deref()), (" 18", Some("stop")));
         assert_eq!((answer.prompt_tokens, answer.completion_tokens), (Some(9), Some(2)));
-        assert_eq!(answer.acceptance_histogram, Some(vec![1, 0, 3]));
+        let acceptance = answer.acceptance.unwrap();
+        assert_eq!((acceptance.acceptance_histogram, acceptance.num_draft_tokens), (vec![1, 0, 3], Some(7)));
         assert_eq!(answer.logprobs, None);
     }
 

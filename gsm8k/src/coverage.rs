@@ -135,7 +135,7 @@ mod tests {
             completion_tokens: Some(completion_tokens),
             latency_s: None,
             attempts: 1,
-            acceptance_histogram: None,
+            acceptance: None,
             error: None,
         }
     }

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
 use crate::client::Failure;
-use crate::completion::Completion;
+use crate::completion::{Completion, RequestAcceptance};
 use crate::dataset::{Item, sha256_hex};
 use crate::dialect::{Dialect, Filter};
 use crate::outcome::Error;
@@ -67,9 +67,9 @@ pub struct SampleRow {
     /// Attempts made.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub attempts: Option<u32>,
-    /// Draft–verify steps of this request by accepted tokens, when the server reports them.
+    /// Acceptance of this request's drafts, when the server reports it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub acceptance_histogram: Option<Vec<u64>>,
+    pub acceptance: Option<RequestAcceptance>,
     /// The failure, for a request that failed for good.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub error: Option<Failure>,
@@ -98,8 +98,8 @@ pub struct Answer {
     pub latency_s: Option<f64>,
     /// Attempts made.
     pub attempts: u32,
-    /// Steps by accepted draft tokens.
-    pub acceptance_histogram: Option<Vec<u64>>,
+    /// Acceptance of its drafts.
+    pub acceptance: Option<RequestAcceptance>,
     /// The failure, if it failed.
     pub error: Option<Failure>,
 }
@@ -136,7 +136,7 @@ pub fn rows(
                     row.completion_tokens = completion.completion_tokens;
                     row.latency_s = Some(completion.latency_s);
                     row.attempts = Some(*attempts);
-                    row.acceptance_histogram = completion.acceptance_histogram.clone();
+                    row.acceptance = completion.acceptance.clone();
                 }
                 Err(failure) => {
                     row.attempts = Some(failure.attempts);
@@ -170,7 +170,7 @@ fn bare_row(filter: Filter, stop: &[String], item: &Item, prompt: &Prompt) -> Sa
         completion_tokens: None,
         latency_s: None,
         attempts: None,
-        acceptance_histogram: None,
+        acceptance: None,
         error: None,
     }
 }
@@ -210,7 +210,7 @@ fn merge(known: Option<Answer>, row: SampleRow) -> Answer {
         completion_tokens: None,
         latency_s: None,
         attempts: 0,
-        acceptance_histogram: None,
+        acceptance: None,
         error: None,
     });
     if let (Ok(filter), Some(exact_match)) = (row.filter.parse::<Filter>(), row.exact_match) {
@@ -227,7 +227,7 @@ fn merge(known: Option<Answer>, row: SampleRow) -> Answer {
     answer.completion_tokens = row.completion_tokens;
     answer.latency_s = row.latency_s;
     answer.attempts = row.attempts.unwrap_or(1);
-    answer.acceptance_histogram = row.acceptance_histogram;
+    answer.acceptance = row.acceptance;
     answer.error = row.error;
     answer
 }

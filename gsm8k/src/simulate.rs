@@ -9,9 +9,9 @@ use crate::mersenne::PythonRandom;
 use crate::outcome::{Error, Outcome};
 use crate::output::{Format, print};
 use crate::statistics::Verdict;
-use crate::statistics::design::{Errors, share_limits, significantly_low, smallest_drop};
+use crate::statistics::design::{CountGate, Design, Errors, share_limits, significantly_low, smallest_drop};
 use crate::statistics::paired::PairCounts;
-use crate::statistics::{binomial, design, mcnemar};
+use crate::statistics::{binomial, mcnemar};
 
 /// Error probability, per side, of the interval around a simulated rate.
 const RATE_ALPHA: f64 = 0.001;
@@ -107,15 +107,7 @@ pub fn run(args: &SimulateArgs) -> Result<Outcome, Error> {
 /// [`Error::Usage`] for probabilities that are none.
 pub fn execute(args: &SimulateArgs) -> Result<Simulation, Error> {
     check(args)?;
-    let errors = Errors { alpha: args.alpha, ..Errors::USUAL };
-    let design = match args.rule {
-        SimulatedRule::Paired => design::Design::Paired { churn: args.churn },
-        SimulatedRule::Reference => design::Design::Constant,
-    };
-    let drop = args.drop_points.map_or_else(
-        || smallest_drop(design, args.questions, args.accuracy, errors),
-        |points| points / 100.0,
-    );
+    let drop = args.drop_points.map_or_else(|| detectable_drop(args), |points| points / 100.0);
     let margin = args.margin_points / 100.0;
     let mut random = PythonRandom::new(args.seed);
     let mut rate =
@@ -138,7 +130,7 @@ pub fn execute(args: &SimulateArgs) -> Result<Simulation, Error> {
     let alarm = |verdict| verdict == Verdict::Worse;
     let miss = |verdict| verdict != Verdict::Worse;
     let clear = |verdict| verdict == Verdict::NotWorse;
-    let miss_promise = if args.drop_points.is_some() { 1.0 } else { 1.0 - errors.power + REFERENCE_SLACK };
+    let miss_promise = if args.drop_points.is_some() { 1.0 } else { 1.0 - Errors::USUAL.power };
     let rates = vec![
         rate("false alarms: worse without a fault", 0.0, alarm, Some(alarm_rate(args, 0.0)), args.alpha),
         rate("misses: not called worse", drop, miss, Some(1.0 - alarm_rate(args, drop)), miss_promise),
@@ -147,9 +139,6 @@ pub fn execute(args: &SimulateArgs) -> Result<Simulation, Error> {
     ];
     Ok(Simulation { rule: args.rule, rates })
 }
-
-/// The reference rule's drop comes from the normal approximation, its misses from the exact test; they differ by less.
-const REFERENCE_SLACK: f64 = 0.02;
 
 impl Simulation {
     /// Passed when every rate is as promised.
@@ -177,6 +166,22 @@ fn check(args: &SimulateArgs) -> Result<(), Error> {
         return Err(Error::NothingSelected("--questions and --runs must be at least 1".to_owned()));
     }
     Ok(())
+}
+
+/// The smallest drop that the rule finds 9 times in 10, by its exact test.
+fn detectable_drop(args: &SimulateArgs) -> f64 {
+    let errors = Errors { alpha: args.alpha, ..Errors::USUAL };
+    match args.rule {
+        SimulatedRule::Paired => {
+            smallest_drop(Design::Paired { churn: args.churn }, args.questions, args.accuracy, errors)
+        }
+        SimulatedRule::Reference => {
+            let low = significantly_low(args.questions, args.accuracy, args.alpha);
+            let least_passing = low.map_or(0, |low| low + 1);
+            args.accuracy
+                - CountGate { questions: args.questions, least_passing }.accuracy_caught(errors.power)
+        }
+    }
 }
 
 /// The exact probability of "worse" at a true drop.

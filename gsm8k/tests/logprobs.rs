@@ -18,10 +18,11 @@ fn args(a: &str, b: &str) -> LogprobsArgs {
         dcp: 4,
         interleave: 1,
         block_size: Some(16),
-        max_tokens: 400,
+        max_tokens: 340,
         decode_tokens: 16,
         repeats: 2,
         cap: 1.0,
+        max_noise: None,
         no_repeat_a: false,
         concurrency: 2,
         timeout_s: 60.0,
@@ -102,9 +103,25 @@ fn a_fault_of_the_decode_path_is_told_from_the_prefill() {
 }
 
 #[test]
-fn a_slightly_wrong_merge_weight_is_found_at_the_scale_of_f32_noise() {
-    let report = faulty(Fault::Overweight(1.01));
-    assert!(report.judgement.worst.unwrap().shift.abs() < 1.0);
+fn faults_are_found_through_the_rounding_of_bf16_partials() {
+    for fault in [Fault::LostRankFrom(1, 200), Fault::StaleBlockInDecode] {
+        let report = compare(|model| (model.fault, model.rounds_to_bf16) = (fault, true));
+        assert_eq!(report.judgement.verdict, LogprobVerdict::Fault, "{fault:?}\n{report}");
+    }
+}
+
+#[test]
+fn a_slightly_wrong_merge_weight_looks_like_noise_until_the_noise_is_bounded() {
+    let a = ToyModel::new(1, 1, Fault::None).serve();
+    let b = ToyModel::new(4, 1, Fault::Overweight(1.01)).serve();
+    let open = execute(&args(&a.url(), &b.url())).unwrap();
+    assert!(open.to_string().contains("--max-noise decides it"), "{open}");
+    let bounded = |url: &str| {
+        execute(&LogprobsArgs { max_noise: Some(1e-4), ..args(&a.url(), url) }).unwrap().judgement
+    };
+    assert_eq!(bounded(&b.url()).verdict, LogprobVerdict::Fault);
+    let healthy = ToyModel::new(4, 1, Fault::None).serve();
+    assert_eq!(bounded(&healthy.url()).verdict, LogprobVerdict::Clean);
 }
 
 #[test]

@@ -13,7 +13,9 @@ use support::hostile_server::HostileServer;
 /// The example program, which cargo builds together with the tests.
 fn program() -> PathBuf {
     let deps = std::env::current_exe().unwrap();
-    deps.parent().unwrap().parent().unwrap().join("examples/gsm8k")
+    let program = deps.parent().unwrap().parent().unwrap().join("examples/gsm8k");
+    assert!(program.exists(), "build the example first: cargo build -p shardcheck-gsm8k --example gsm8k");
+    program
 }
 
 fn command(bench: &Bench, url: &str) -> Command {

@@ -75,16 +75,16 @@ pub fn from_log(text: &str) -> Option<AcceptanceCounts> {
     })
 }
 
-/// Counts and per-request histograms out of the answers, when every answered request carries one.
+/// Counts and per-request histograms out of the answers, when every answered request carries them.
 pub fn from_answers(answers: &[Answer]) -> Option<(AcceptanceCounts, Vec<Vec<u64>>)> {
-    let histograms: Vec<Vec<u64>> = answers
-        .iter()
-        .filter(|answer| answer.error.is_none())
-        .map(|answer| answer.acceptance_histogram.clone())
-        .collect::<Option<_>>()?;
     let mut counts = AcceptanceCounts::default();
-    for histogram in &histograms {
-        counts.add(&AcceptanceCounts::from_histogram(histogram));
+    let mut histograms = Vec::new();
+    for answer in answers.iter().filter(|answer| answer.error.is_none()) {
+        let acceptance = answer.acceptance.as_ref()?;
+        let mut own = AcceptanceCounts::from_histogram(&acceptance.acceptance_histogram);
+        own.drafted = acceptance.num_draft_tokens.unwrap_or(own.drafted);
+        counts.add(&own);
+        histograms.push(acceptance.acceptance_histogram.clone());
     }
     (counts.steps > 0).then_some((counts, histograms))
 }

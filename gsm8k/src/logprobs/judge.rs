@@ -4,6 +4,7 @@ use serde::Serialize;
 
 use super::pattern::{self, Pattern};
 use super::probe::{Position, ProbeResult, Route};
+use super::reasons;
 use crate::coverage::Sharding;
 use crate::outcome::Outcome;
 use crate::vocabulary::named;
@@ -11,17 +12,13 @@ use crate::vocabulary::named;
 /// A shift beyond this many noise widths is not noise.
 const OUTLIER_WIDTHS: f64 = 30.0;
 /// A shift beyond this many times the largest between two measurements of A is not its churn.
-const CHURN_FACTOR: f64 = 3.0;
+pub(super) const CHURN_FACTOR: f64 = 3.0;
 /// The smallest limit, in log-odds: below, log-probabilities are rounded.
-const LEAST_LIMIT: f64 = 1e-3;
-/// A length stands out when all its prompts have this many times the usual root mean square.
-const STANDS_OUT: f64 = 6.0;
+pub(super) const LEAST_LIMIT: f64 = 1e-3;
 /// Median of the absolute value of a normal variable, in standard deviations.
 const NORMAL_MEDIAN: f64 = 0.6745;
-/// A shift of the mean by this many standard errors is systematic.
-const SYSTEMATIC_Z: f64 = 5.0;
-/// Smallest systematic shift that counts as a fault, in log-odds.
-const LEAST_SYSTEMATIC: f64 = 0.01;
+/// So many positions that can show noise are enough for a route to have its own width.
+const LEAST_TELLING: usize = 20;
 /// A needle's token counts as recalled from this probability on.
 const RECALLED: f64 = 0.3;
 
@@ -95,6 +92,8 @@ pub struct Judgement {
     pub verdict: LogprobVerdict,
     /// The reasons, the weightiest first.
     pub reasons: Vec<String>,
+    /// Remarks that decide nothing.
+    pub notes: Vec<String>,
     /// Figures by route.
     pub routes: Vec<RouteFigures>,
     /// Largest absolute shift between two measurements of A, in log-odds.
@@ -118,6 +117,8 @@ pub struct JudgeInput {
     pub sharding: Sharding,
     /// A shift in log-odds that is a fault whatever the noise.
     pub cap: f64,
+    /// The largest width of noise, in log-odds, that is legitimate between A and B, if known.
+    pub max_noise: Option<f64>,
 }
 
 /// Judges the results of all probes; `lengths` gives the planned context of each.
@@ -125,10 +126,8 @@ pub fn judge(results: &[ProbeResult], lengths: &[u64], input: JudgeInput) -> Jud
     let positions: Vec<Position> = results.iter().flat_map(|result| result.positions.clone()).collect();
     let repeated = results.iter().flat_map(|result| &result.repeated).map(|shift| shift.abs());
     let largest_repeated = repeated.reduce(f64::max);
-    let routes: Vec<RouteFigures> = Route::ALL
-        .iter()
-        .filter_map(|route| figures(*route, &positions, largest_repeated, input.cap))
-        .collect();
+    let routes: Vec<RouteFigures> =
+        Route::ALL.iter().filter_map(|route| figures(*route, &positions, largest_repeated, input)).collect();
     let limit = |position: &Position| {
         routes
             .iter()
@@ -139,19 +138,21 @@ pub fn judge(results: &[ProbeResult], lengths: &[u64], input: JudgeInput) -> Jud
     let mut bad: Vec<&Position> =
         positions.iter().zip(&is_bad).filter(|(_, bad)| **bad).map(|(position, _)| position).collect();
     bad.sort_by(|left, right| right.shift.abs().total_cmp(&left.shift.abs()));
-    let faults = faults(results, lengths, &routes, &bad, input.cap);
+    let faults = reasons::faults(results, lengths, &routes, &bad, input);
     let (recalled, ranks_without_needle) = recall(&positions, input.sharding);
-    let doubts = doubts(results, &routes, &bad, recalled, &ranks_without_needle, largest_repeated, input);
+    let doubts =
+        reasons::doubts(results, &routes, &bad, recalled, &ranks_without_needle, largest_repeated, input);
     let (verdict, reasons) = if !faults.is_empty() {
         (LogprobVerdict::Fault, faults)
     } else if !doubts.is_empty() {
         (LogprobVerdict::Inconclusive, doubts)
     } else {
-        (LogprobVerdict::Clean, vec![clean_words(&routes)])
+        (LogprobVerdict::Clean, vec![reasons::clean_words(&routes)])
     };
     Judgement {
         verdict,
         reasons,
+        notes: reasons::notes(&routes, largest_repeated, input),
         largest_repeated,
         patterns: pattern::explain(&positions, &is_bad, input.sharding),
         shortest_bad_context: bad.iter().map(|position| position.context_tokens).min(),
@@ -166,14 +167,13 @@ fn figures(
     route: Route,
     positions: &[Position],
     largest_repeated: Option<f64>,
-    cap: f64,
+    input: JudgeInput,
 ) -> Option<RouteFigures> {
     let mine: Vec<&Position> = positions.iter().filter(|position| position.route == route).collect();
-    let mut sizes: Vec<f64> = mine.iter().map(|position| position.shift.abs()).collect();
-    sizes.sort_by(f64::total_cmp);
-    let noise = sizes.get(sizes.len() / 2)? / NORMAL_MEDIAN;
+    let largest = mine.iter().map(|position| position.shift.abs()).reduce(f64::max)?;
+    let noise = noise_width(&mine, positions);
     let churn = CHURN_FACTOR * largest_repeated.unwrap_or(0.0);
-    let limit = (OUTLIER_WIDTHS * noise).clamp(LEAST_LIMIT, cap).max(churn);
+    let limit = (OUTLIER_WIDTHS * noise).clamp(LEAST_LIMIT, input.cap).max(churn);
     let (mean, z) = clustered_mean(&mine);
     let margins: Vec<f64> = mine.iter().filter_map(|position| position.flip_margin).collect();
     Some(RouteFigures {
@@ -181,13 +181,27 @@ fn figures(
         positions: mine.len(),
         noise,
         limit,
-        largest: *sizes.last()?,
-        beyond: sizes.iter().filter(|size| **size > limit).count(),
+        largest,
+        beyond: mine.iter().filter(|position| position.shift.abs() > limit).count(),
         mean,
         z,
         flips: margins.len(),
         largest_flip_margin: margins.into_iter().fold(0.0, f64::max),
     })
+}
+
+/// The width of a route's noise from its positions that can show any; from all routes when it has few of those.
+fn noise_width(mine: &[&Position], all: &[Position]) -> f64 {
+    let median = |positions: &mut dyn Iterator<Item = &Position>| {
+        let mut sizes: Vec<f64> = positions
+            .filter(|position| !position.is_saturated())
+            .map(|position| position.shift.abs())
+            .collect();
+        sizes.sort_by(f64::total_cmp);
+        (sizes.get(sizes.len() / 2).copied().unwrap_or(0.0) / NORMAL_MEDIAN, sizes.len())
+    };
+    let (own, telling) = median(&mut mine.iter().copied());
+    if telling >= LEAST_TELLING { own } else { own.max(median(&mut all.iter()).0) }
 }
 
 /// The mean shift and its distance from zero in standard errors of the probes' sums.
@@ -206,88 +220,6 @@ fn clustered_mean(positions: &[&Position]) -> (f64, f64) {
     (mean, if stderr > 0.0 { mean / stderr } else { 0.0 })
 }
 
-/// Every sign of a fault, in words.
-fn faults(
-    results: &[ProbeResult],
-    lengths: &[u64],
-    routes: &[RouteFigures],
-    bad: &[&Position],
-    cap: f64,
-) -> Vec<String> {
-    let mut faults = Vec::new();
-    let failed: Vec<String> = results
-        .iter()
-        .zip(lengths)
-        .filter_map(|(result, length)| Some(format!("{length} tokens: {}", result.b_failed.as_ref()?)))
-        .collect();
-    if !failed.is_empty() {
-        faults.push(format!("B failed where A answered, {} times; first at {}", failed.len(), failed[0]));
-    }
-    // one position just beyond the limit is no proof, two or one far beyond are
-    let far = bad.iter().filter(|position| position.shift.abs() > cap).count();
-    if bad.len() >= 2 || far >= 1 {
-        let worst = bad[0];
-        faults.push(format!(
-            "{} positions shifted by more than noise; worst {:+.4} in log-odds ({:.4} in A, {:.4} in B) at a context of {} \
-             tokens, {}",
-            bad.len(),
-            worst.shift,
-            worst.logprob_a,
-            worst.logprob_b,
-            worst.context_tokens,
-            worst.route
-        ));
-    }
-    for figures in routes {
-        if figures.flips > 0 && figures.largest_flip_margin > figures.limit {
-            faults.push(format!(
-                "{}: the best token changed although A preferred it by {:.4}; noise changes it below {:.4} only",
-                figures.route, figures.largest_flip_margin, figures.limit
-            ));
-        }
-        let floor = LEAST_SYSTEMATIC.max(0.5 * figures.noise);
-        if figures.z.abs() > SYSTEMATIC_Z && figures.mean.abs() > floor {
-            faults.push(format!(
-                "{}: B is {} sure of the text throughout: mean shift {:+.4} in log-odds, {:.1} standard errors",
-                figures.route,
-                if figures.mean > 0.0 { "less" } else { "more" },
-                figures.mean,
-                figures.z.abs()
-            ));
-        }
-    }
-    faults.extend(standing_out(results, lengths));
-    faults
-}
-
-/// Lengths whose every prompt is noisier than the rest by far.
-fn standing_out(results: &[ProbeResult], lengths: &[u64]) -> Option<String> {
-    let rms = |result: &ProbeResult| {
-        let squares: f64 = result.positions.iter().map(|position| position.shift.powi(2)).sum();
-        (squares / result.positions.len().max(1) as f64).sqrt()
-    };
-    let all: Vec<f64> = results.iter().map(rms).collect();
-    let mut sorted = all.clone();
-    sorted.sort_by(f64::total_cmp);
-    let usual = *sorted.get(sorted.len() / 2)?;
-    let limit = (STANDS_OUT * usual).max(0.1 * LEAST_LIMIT);
-    let mut by_length: std::collections::BTreeMap<u64, Vec<f64>> = Default::default();
-    for (length, rms) in lengths.iter().zip(&all) {
-        by_length.entry(*length).or_default().push(*rms);
-    }
-    let loud: Vec<String> = by_length
-        .iter()
-        .filter(|(_, values)| values.len() >= 2 && values.iter().all(|value| *value > limit))
-        .map(|(length, _)| length.to_string())
-        .collect();
-    (!loud.is_empty()).then(|| {
-        format!(
-            "prompts of {} tokens differ more than {STANDS_OUT} times as much as the others, each time",
-            loud.join(", ")
-        )
-    })
-}
-
 /// The share of needle tokens that A recalls, and the ranks that hold none of those.
 fn recall(positions: &[Position], sharding: Sharding) -> (f64, Vec<u64>) {
     let mut covered = vec![false; sharding.dcp as usize];
@@ -304,70 +236,17 @@ fn recall(positions: &[Position], sharding: Sharding) -> (f64, Vec<u64>) {
     (recalled as f64 / tokens.max(1) as f64, missing)
 }
 
-/// Every reason why the absence of a fault proves little.
-fn doubts(
-    results: &[ProbeResult],
-    routes: &[RouteFigures],
-    bad: &[&Position],
-    recalled: f64,
-    ranks_without_needle: &[u64],
-    largest_repeated: Option<f64>,
-    input: JudgeInput,
-) -> Vec<String> {
-    let mut doubts = Vec::new();
-    if let Some(position) = bad.first() {
-        doubts.push(format!(
-            "one position, at a context of {} tokens, is beyond the limit ({:+.4}); repeat with another --seed",
-            position.context_tokens, position.shift
-        ));
-    }
-    for route in Route::ALL {
-        if !routes.iter().any(|figures| figures.route == route && figures.positions > 0) {
-            doubts.push(format!("no {route} position could be compared"));
-        }
-    }
-    let compared: usize = routes.iter().filter(|f| f.route == Route::Decode).map(|f| f.positions).sum();
-    let lost: usize = results.iter().map(|result| result.lost).sum();
-    if lost > compared {
-        doubts.push(format!("{lost} decode positions could not be compared, only {compared} could"));
-    }
-    if let Some(largest) = largest_repeated.filter(|largest| CHURN_FACTOR * largest > input.cap) {
-        doubts
-            .push(format!("A differs from itself by up to {largest:.3} in log-odds: too noisy a yardstick"));
-    }
-    if !ranks_without_needle.is_empty() {
-        let ranks: Vec<String> = ranks_without_needle.iter().map(u64::to_string).collect();
-        doubts.push(format!(
-            "no needle on rank {} was recalled by A ({:.0} % of all needle tokens were), so the loss of that shard would \
-             hardly show",
-            ranks.join(", "),
-            100.0 * recalled
-        ));
-    }
-    doubts
-}
-
-fn clean_words(routes: &[RouteFigures]) -> String {
-    let parts: Vec<String> = routes
-        .iter()
-        .map(|figures| {
-            format!(
-                "{}: largest shift {:.4} in log-odds over {} positions, limit {:.4}",
-                figures.route, figures.largest, figures.positions, figures.limit
-            )
-        })
-        .collect();
-    parts.join("; ")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::client::{Failure, FailureKind};
     use crate::mersenne::PythonRandom;
 
-    const INPUT: JudgeInput =
-        JudgeInput { sharding: Sharding { dcp: 2, interleave: 1, block_size: Some(16) }, cap: 1.0 };
+    const INPUT: JudgeInput = JudgeInput {
+        sharding: Sharding { dcp: 2, interleave: 1, block_size: Some(16) },
+        cap: 1.0,
+        max_noise: None,
+    };
     const LENGTHS: [u64; 8] = [40, 40, 60, 60, 80, 80, 100, 100];
 
     /// Probes with normal noise of the given width, changed by `change`.
@@ -442,6 +321,32 @@ mod tests {
         let (verdict, reasons) = verdict(&results(0.03, |position| position.shift += 0.02));
         assert_eq!(verdict, LogprobVerdict::Fault, "{reasons}");
         assert!(reasons.contains("less sure of the text throughout"), "{reasons}");
+    }
+
+    #[test]
+    fn more_noise_than_is_legitimate_is_a_fault_and_unexplained_noise_a_remark() {
+        let mut results = results(0.002, |_| {});
+        results.iter_mut().for_each(|result| result.repeated = vec![0.0]);
+        let judgement = judge(&results, &LENGTHS, INPUT);
+        assert_eq!(judgement.verdict, LogprobVerdict::Clean);
+        assert!(judgement.notes[0].contains("--max-noise decides"), "{:?}", judgement.notes);
+        let strict = judge(&results, &LENGTHS, JudgeInput { max_noise: Some(1e-4), ..INPUT });
+        assert_eq!(strict.verdict, LogprobVerdict::Fault);
+        assert!(strict.reasons[0].contains("at most 0.0001 is legitimate"), "{:?}", strict.reasons);
+    }
+
+    #[test]
+    fn positions_that_cannot_show_noise_do_not_lower_the_limit() {
+        // most decoded tokens are certain, as in text that a model copies
+        let mut results = results(0.02, |_| {});
+        for result in &mut results {
+            for position in result.positions.iter_mut().filter(|p| p.route == Route::Decode).skip(2) {
+                (position.logprob_a, position.logprob_b, position.shift) = (-1e-6, -1e-6, 0.0);
+            }
+        }
+        let judgement = judge(&results, &LENGTHS, INPUT);
+        assert_eq!(judgement.verdict, LogprobVerdict::Clean, "{:?}", judgement.reasons);
+        assert!(judgement.routes[1].limit > 0.3, "{:?}", judgement.routes);
     }
 
     #[test]

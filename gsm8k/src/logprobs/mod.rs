@@ -7,6 +7,7 @@ pub mod judge;
 pub mod pattern;
 pub mod plan;
 pub mod probe;
+mod reasons;
 pub mod words;
 
 use std::fmt;
@@ -64,6 +65,10 @@ pub struct LogprobsArgs {
     /// A shift in log-odds that is a fault whatever the noise.
     #[arg(long, default_value_t = 1.0)]
     pub cap: f64,
+    /// The width of noise, in log-odds, that is legitimate between A and B, e.g. 1e-4 when both compute in f32; more is a
+    /// fault [default: whatever is seen is taken as noise, up to the cap].
+    #[arg(long)]
+    pub max_noise: Option<f64>,
     /// Do not measure A twice; its own noise is then unknown.
     #[arg(long)]
     pub no_repeat_a: bool,
@@ -100,8 +105,8 @@ pub struct LogprobsReport {
     pub probes: Vec<ProbeLine>,
     /// Edges that the longest context leaves out.
     pub edges_beyond: Vec<u64>,
-    /// The first place where the generated texts differ: context length and A's margin there.
-    pub first_divergence: Option<(u64, f64)>,
+    /// The first place where the generated texts differ: context length and A's top-2 margin there.
+    pub first_divergence: Option<(u64, Option<f64>)>,
     /// The judgement.
     pub judgement: Judgement,
     /// Seconds taken.
@@ -164,7 +169,8 @@ pub fn execute(args: &LogprobsArgs) -> Result<LogprobsReport, Error> {
     };
     let results = measure(args, &bench, &specs)?;
     let lengths: Vec<u64> = specs.iter().map(|spec| spec.context_tokens).collect();
-    let judgement = judge::judge(&results, &lengths, JudgeInput { sharding, cap: args.cap });
+    let judgement =
+        judge::judge(&results, &lengths, JudgeInput { sharding, cap: args.cap, max_noise: args.max_noise });
     if let Some(path) = &args.positions {
         write_positions(path, &results)?;
     }
@@ -279,7 +285,7 @@ fn line(spec: &ProbeSpec, result: &ProbeResult) -> ProbeLine {
         why: spec.why.clone(),
         positions: count,
         largest: sizes().fold(0.0, f64::max),
-        rms: (sizes().map(|size| size * size).sum::<f64>() / count.max(1) as f64).sqrt(),
+        rms: (sizes().fold(0.0, |sum, size| sum + size * size) / count.max(1) as f64).sqrt(),
         flips: result.positions.iter().filter(|position| position.flip_margin.is_some()).count(),
     }
 }
@@ -321,6 +327,9 @@ impl fmt::Display for LogprobsReport {
         for reason in &self.judgement.reasons {
             writeln!(f, "  - {reason}")?;
         }
+        for note in &self.judgement.notes {
+            writeln!(f, "  note: {note}")?;
+        }
         for pattern in &self.judgement.patterns {
             writeln!(
                 f,
@@ -360,10 +369,13 @@ impl LogprobsReport {
         }
         writeln!(f, "needles: {:.0} % of their tokens recalled by A", 100.0 * self.judgement.recalled)?;
         match self.first_divergence {
-            Some((context, margin)) => writeln!(
-                f,
-                "generated texts first differ at a context of {context} tokens, A's margin {margin:.4}"
-            )?,
+            Some((context, margin)) => {
+                let margin = margin.map_or("unknown".to_owned(), |margin| format!("{margin:.4}"));
+                writeln!(
+                    f,
+                    "generated texts first differ at a context of {context} tokens, A's margin {margin}"
+                )?
+            }
             None => writeln!(f, "generated texts never differ")?,
         }
         writeln!(f, "VERDICT: {} ({:.1} s)", self.judgement.verdict, self.wall_s)

@@ -65,6 +65,14 @@ pub struct Position {
     pub flip_margin: Option<f64>,
 }
 
+impl Position {
+    /// Whether both servers are so sure that a difference would not show: such a position says nothing about noise.
+    pub fn is_saturated(&self) -> bool {
+        let surest = (-SUREST).ln_1p();
+        self.logprob_a >= surest && self.logprob_b >= surest
+    }
+}
+
 /// What came of one probe.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ProbeResult {
@@ -76,8 +84,8 @@ pub struct ProbeResult {
     pub lost: usize,
     /// B's failure where A answered.
     pub b_failed: Option<Failure>,
-    /// Where the texts first differed, if they did: context length and A's margin there.
-    pub first_divergence: Option<(u64, f64)>,
+    /// Where the texts first differed, if they did: context length and A's top-2 margin there, if A tells.
+    pub first_divergence: Option<(u64, Option<f64>)>,
 }
 
 /// The two servers and what is asked of them.
@@ -204,8 +212,9 @@ impl Bench<'_> {
                 let margin = flip_margin(&a, &b, done, step);
                 result.positions.push(place.compare(None, logprob_a, logprob_b, margin));
                 if !agree {
-                    let seen = (place.context_tokens, margin.unwrap_or(0.0));
-                    result.first_divergence.get_or_insert(seen);
+                    let own_margin =
+                        a.top_logprobs.get(done).and_then(|top| best(top.as_ref()?)).map(|best| best.1);
+                    result.first_divergence.get_or_insert((place.context_tokens, own_margin));
                 }
                 (done, step) = (done + 1, step + 1);
                 if !agree {

@@ -239,6 +239,7 @@ pub(crate) mod tests {
     use super::*;
     use crate::acceptance::interval::Basis;
     use crate::client::{Failure, FailureKind};
+    use crate::completion::RequestAcceptance;
     use crate::manifest::{FORMAT, ServerIdentity, Session, tests::plan};
     use crate::scoring::Scored;
 
@@ -256,7 +257,10 @@ pub(crate) mod tests {
             completion_tokens: Some(100),
             latency_s: Some(1.0 + doc_id as f64),
             attempts: 1 + doc_id as u32,
-            acceptance_histogram: Some(vec![10, 0, 40]),
+            acceptance: Some(RequestAcceptance {
+                acceptance_histogram: vec![10, 0, 40],
+                num_draft_tokens: None,
+            }),
             error: None,
         }
     }
