@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use shardcheck_gsm8k::dialect::Filter;
+use shardcheck_gsm8k::dialect::{Dialect, Filter};
 use shardcheck_gsm8k::outcome::{Error, Outcome};
 use shardcheck_gsm8k::run::execute;
 use support::bench::{Bench, QUESTIONS, asked_number, assert_each_question_once, right_answer};
@@ -36,6 +36,26 @@ fn a_good_server_is_asked_in_lm_evals_words_and_order() {
             "stop": ["Question:", "</s>", "<|im_end|>"], "seed": 1234})
     );
     assert_each_question_once(&bench.out());
+}
+
+#[test]
+fn the_other_dialect_has_its_own_shots_stops_seed_and_score() {
+    let bench = Bench::new();
+    let server = HostileServer::start(|request| {
+        // right only for a rule that takes the last integer and overlooks the sign
+        Reply::ok(completion(&format!(" it is {} or rather -{}...", 3, asked_number(request) + 1)))
+    });
+    let mut args = bench.args(&server.url());
+    args.dialect = Dialect::LastInt;
+    let (_, report) = execute(&args).unwrap();
+    assert_eq!(report.scores[&Filter::LastInt].correct, QUESTIONS as u64);
+    assert_eq!(report.results()["results"]["gsm8k"]["exact_match,last-int"], 1.0);
+    for body in server.bodies() {
+        let body: serde_json::Value = serde_json::from_str(&body).unwrap();
+        assert!(body["prompt"].as_str().unwrap().starts_with("Question: train 0: "));
+        assert_eq!(body["stop"], serde_json::json!(["Question", "Assistant:", "<|separator|>"]));
+        assert_eq!(body["seed"], 42);
+    }
 }
 
 #[test]

@@ -19,6 +19,7 @@ fn args(a: &str, b: &str) -> LogprobsArgs {
         interleave: 1,
         block_size: Some(16),
         max_tokens: 340,
+        lengths: Vec::new(),
         decode_tokens: 16,
         repeats: 2,
         cap: 1.0,
@@ -138,9 +139,10 @@ fn edges_out_of_reach_and_positions_are_written_down() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("positions.jsonl");
     let mut short = args(&a.url(), &a.url());
-    (short.max_tokens, short.positions, short.dcp) = (150, Some(file.clone()), 4);
+    (short.max_tokens, short.positions, short.lengths) = (150, Some(file.clone()), vec![180]);
     let report = execute(&short).unwrap();
     assert_eq!(report.edges_beyond, [192]);
+    assert_eq!(report.probes.last().unwrap().context_tokens, 172, "the chosen length, less half the walk");
     assert!(report.to_string().contains("not probed, beyond --max-tokens: edges at [192]"), "{report}");
     // no room for needles of this tokenizer: the loss of a shard would hardly show, so nothing is called clean
     assert_eq!(report.judgement.verdict, LogprobVerdict::Inconclusive);

@@ -56,6 +56,9 @@ pub struct LogprobsArgs {
     /// Longest context in tokens; edges beyond it are named and not probed.
     #[arg(long, default_value_t = 1024)]
     pub max_tokens: u64,
+    /// Further context lengths to walk across, also beyond --max-tokens.
+    #[arg(long, value_delimiter = ',', value_name = "TOKENS")]
+    pub lengths: Vec<u64>,
     /// Tokens generated after each context.
     #[arg(long, default_value_t = 16)]
     pub decode_tokens: u32,
@@ -154,6 +157,7 @@ pub fn execute(args: &LogprobsArgs) -> Result<LogprobsReport, Error> {
     let (specs, edges_beyond) = plan::plan(&PlanInput {
         sharding,
         max_tokens: args.max_tokens,
+        chosen: args.lengths.clone(),
         shortest_with_needle: vocabulary.shortest_with_needle(),
         decode_tokens: u64::from(args.decode_tokens),
         repeats: args.repeats,

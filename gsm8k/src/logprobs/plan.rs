@@ -19,12 +19,21 @@ pub enum Edge {
     Long,
     /// No edge: a needle on a certain rank.
     Needle,
+    /// A length that was asked for.
+    Chosen,
 }
 
 impl Edge {
     /// Every reason.
-    pub const ALL: [Edge; 6] =
-        [Edge::EmptyShard, Edge::Round, Edge::Block, Edge::VirtualBlock, Edge::Long, Edge::Needle];
+    pub const ALL: [Edge; 7] = [
+        Edge::EmptyShard,
+        Edge::Round,
+        Edge::Block,
+        Edge::VirtualBlock,
+        Edge::Long,
+        Edge::Needle,
+        Edge::Chosen,
+    ];
 
     /// The name used in reports.
     pub fn name(self) -> &'static str {
@@ -35,6 +44,7 @@ impl Edge {
             Edge::VirtualBlock => "virtual-block",
             Edge::Long => "long",
             Edge::Needle => "needle",
+            Edge::Chosen => "chosen",
         }
     }
 }
@@ -55,12 +65,14 @@ pub struct ProbeSpec {
 }
 
 /// What the plan depends on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PlanInput {
     /// The sharding under test.
     pub sharding: Sharding,
-    /// Longest context, in tokens.
+    /// Longest context at an edge, in tokens.
     pub max_tokens: u64,
+    /// Context lengths to walk across in any case, even beyond `max_tokens`.
+    pub chosen: Vec<u64>,
     /// Shortest context that has room for a needle.
     pub shortest_with_needle: u64,
     /// Tokens generated after each context.
@@ -78,8 +90,10 @@ pub fn plan(input: &PlanInput) -> (Vec<ProbeSpec>, Vec<u64>) {
     let half = input.decode_tokens / 2;
     let shortest = 8;
     let mut starts: Vec<(u64, Vec<Edge>)> = Vec::new();
-    let (edges, beyond): (Vec<_>, Vec<_>) =
+    let (mut edges, beyond): (Vec<_>, Vec<_>) =
         edges(input).into_iter().partition(|(at, _)| *at <= input.max_tokens);
+    edges.extend(input.chosen.iter().map(|at| (*at, Edge::Chosen)));
+    edges.sort();
     for (at, edge) in edges {
         let start = at.saturating_sub(half).max(shortest);
         // an edge that the previous walk crosses anyway needs no walk of its own
@@ -157,6 +171,7 @@ mod tests {
         PlanInput {
             sharding: Sharding { dcp: 4, interleave: 1, block_size: Some(16) },
             max_tokens: 256,
+            chosen: vec![1000],
             shortest_with_needle: 30,
             decode_tokens: 16,
             repeats: 2,
@@ -168,7 +183,7 @@ mod tests {
     fn every_edge_within_reach_is_walked_across() {
         let (specs, beyond) = plan(&input());
         assert!(beyond.is_empty());
-        for edge in [4, 8, 12, 16, 28, 32, 64, 128, 192, 256] {
+        for edge in [4, 8, 12, 16, 28, 32, 64, 128, 192, 256, 1000] {
             let crossed = specs
                 .iter()
                 .any(|spec| spec.context_tokens <= edge.max(8) && edge < spec.context_tokens + 16);
@@ -197,7 +212,7 @@ mod tests {
 
     #[test]
     fn edges_out_of_reach_are_named() {
-        let (specs, beyond) = plan(&PlanInput { max_tokens: 100, ..input() });
+        let (specs, beyond) = plan(&PlanInput { max_tokens: 100, chosen: Vec::new(), ..input() });
         assert_eq!(beyond, [128, 192]);
         assert!(specs.iter().all(|spec| spec.context_tokens <= 100));
     }
@@ -205,7 +220,7 @@ mod tests {
     #[test]
     fn an_unsharded_engine_has_only_lengths_and_one_needle() {
         let sharding = Sharding { dcp: 1, interleave: 1, block_size: None };
-        let (specs, _) = plan(&PlanInput { sharding, repeats: 1, ..input() });
+        let (specs, _) = plan(&PlanInput { sharding, repeats: 1, chosen: Vec::new(), ..input() });
         let reasons: Vec<Edge> = specs.iter().flat_map(|spec| spec.why.clone()).collect();
         assert_eq!(reasons, [Edge::Long, Edge::Needle, Edge::Long, Edge::Long]);
     }

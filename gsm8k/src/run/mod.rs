@@ -33,7 +33,7 @@ pub struct RunArgs {
     /// Folder with test.jsonl and train.jsonl, or one that holds them in main/ or grade_school_math/data/.
     #[arg(long)]
     pub data: PathBuf,
-    /// Folder of this run [default: runs/gsm8k-<UTC>].
+    /// Folder of this run [default: runs/gsm8k- and the UTC time].
     #[arg(long)]
     pub out: Option<PathBuf>,
     /// Continue the run in --out: ask only what has no answer yet.
