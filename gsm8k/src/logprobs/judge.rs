@@ -1,8 +1,10 @@
 //! The verdict on two servers' log-probabilities: fault, clean, or inconclusive, each with its figure.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
-use super::pattern::{self, Pattern};
+use super::pattern::{self, Beginning, Pattern};
 use super::probe::{Position, ProbeResult, Route};
 use super::reasons;
 use crate::coverage::Sharding;
@@ -17,6 +19,10 @@ pub(super) const CHURN_FACTOR: f64 = 3.0;
 pub(super) const LEAST_LIMIT: f64 = 1e-3;
 /// Median of the absolute value of a normal variable, in standard deviations.
 const NORMAL_MEDIAN: f64 = 0.6745;
+/// The tenth percentile of the absolute value of a normal variable, in standard deviations.
+const NORMAL_TENTH: f64 = 0.1257;
+/// How much wider noise may be at its usual positions than at its quietest tenth.
+const QUIET_FACTOR: f64 = 4.0;
 /// So many positions that can show noise are enough for a route to have its own width.
 const LEAST_TELLING: usize = 20;
 /// A needle's token counts as recalled from this probability on.
@@ -102,6 +108,13 @@ pub struct Judgement {
     pub patterns: Vec<Pattern>,
     /// Shortest context with a bad position.
     pub shortest_bad_context: Option<u64>,
+    /// Context lengths at which prompts first went beyond the limit, with the number of prompts; what follows in the
+    /// same prompt may be only the consequence.
+    pub onsets: BTreeMap<u64, usize>,
+    /// The step at which each prompt first goes beyond the limit, if always at the same place of a period.
+    pub first_step: Option<String>,
+    /// Where the differences between the servers begin, if they do so at once.
+    pub beginning: Option<Beginning>,
     /// The worst position.
     pub worst: Option<Position>,
     /// Share of the needles' tokens that A recalls.
@@ -156,6 +169,9 @@ pub fn judge(results: &[ProbeResult], lengths: &[u64], input: JudgeInput) -> Jud
         largest_repeated,
         patterns: pattern::explain(&positions, &is_bad, input.sharding),
         shortest_bad_context: bad.iter().map(|position| position.context_tokens).min(),
+        onsets: onsets(&bad),
+        first_step: pattern::first_step(&positions, &is_bad, input.sharding),
+        beginning: pattern::beginning(&positions),
         worst: bad.first().map(|position| (*position).clone()),
         recalled,
         ranks_without_needle,
@@ -192,21 +208,32 @@ fn figures(
 
 /// The width of a route's noise from its positions that can show any; from all routes when it has few of those.
 fn noise_width(mine: &[&Position], all: &[Position]) -> f64 {
-    let median = |positions: &mut dyn Iterator<Item = &Position>| {
+    let sizes = |positions: &mut dyn Iterator<Item = &Position>| {
         let mut sizes: Vec<f64> = positions
             .filter(|position| !position.is_saturated())
             .map(|position| position.shift.abs())
             .collect();
         sizes.sort_by(f64::total_cmp);
-        (sizes.get(sizes.len() / 2).copied().unwrap_or(0.0) / NORMAL_MEDIAN, sizes.len())
+        sizes
     };
-    let (own, telling) = median(&mut mine.iter().copied());
-    if telling >= LEAST_TELLING { own } else { own.max(median(&mut all.iter()).0) }
+    let own = sizes(&mut mine.iter().copied());
+    if own.len() >= LEAST_TELLING {
+        width_of(&own)
+    } else {
+        width_of(&own).max(width_of(&sizes(&mut all.iter())))
+    }
+}
+
+/// The width of the noise in ordered absolute shifts: from their median, unless the smallest tenth says that most of
+/// them are no noise at all. A fault that spoils the cache spoils every later position of its prompt.
+fn width_of(sizes: &[f64]) -> f64 {
+    let at = |share: f64| sizes.get((sizes.len() as f64 * share) as usize).copied().unwrap_or(0.0);
+    (at(0.5) / NORMAL_MEDIAN).min(QUIET_FACTOR * at(0.1) / NORMAL_TENTH)
 }
 
 /// The mean shift and its distance from zero in standard errors of the probes' sums.
 fn clustered_mean(positions: &[&Position]) -> (f64, f64) {
-    let mut sums: std::collections::BTreeMap<usize, f64> = Default::default();
+    let mut sums: BTreeMap<usize, f64> = Default::default();
     for position in positions {
         // a single lost token must not drown the mean of the others
         *sums.entry(position.probe).or_default() += position.shift.clamp(-1.0, 1.0);
@@ -218,6 +245,20 @@ fn clustered_mean(positions: &[&Position]) -> (f64, f64) {
     let stderr = (variance * clusters / (clusters - 1.0)).sqrt() / n;
     let mean = total / n;
     (mean, if stderr > 0.0 { mean / stderr } else { 0.0 })
+}
+
+/// The shortest context beyond the limit of each prompt, counted.
+fn onsets(bad: &[&Position]) -> BTreeMap<u64, usize> {
+    let mut first: BTreeMap<usize, u64> = BTreeMap::new();
+    for position in bad {
+        let shortest = first.entry(position.probe).or_insert(position.context_tokens);
+        *shortest = position.context_tokens.min(*shortest);
+    }
+    let mut counts = BTreeMap::new();
+    for context in first.into_values() {
+        *counts.entry(context).or_default() += 1;
+    }
+    counts
 }
 
 /// The share of needle tokens that A recalls, and the ranks that hold none of those.
@@ -314,6 +355,36 @@ mod tests {
             assert!(judgement.patterns[0].words.contains("at least 100 tokens"), "{:?}", judgement.patterns);
             assert!(judgement.worst.unwrap().context_tokens >= 100);
         }
+    }
+
+    #[test]
+    fn a_fault_that_spoils_all_that_follows_is_dated_to_its_beginning() {
+        // four fifths of all positions are spoilt, so that the median knows no noise any more
+        let judgement = judge(
+            &results(1e-5, |position| {
+                if position.context_tokens >= 17 {
+                    position.shift += 0.3;
+                }
+            }),
+            &LENGTHS,
+            INPUT,
+        );
+        assert_eq!(judgement.verdict, LogprobVerdict::Fault);
+        assert_eq!(judgement.shortest_bad_context, Some(17), "{:?}", judgement.routes);
+        assert_eq!(judgement.onsets, BTreeMap::from([(17, LENGTHS.len())]));
+        assert_eq!(judgement.beginning.unwrap().context_tokens, 17);
+    }
+
+    #[test]
+    fn noise_that_no_usual_arithmetic_makes_is_a_doubt() {
+        let mut wide = results(0.2, |_| {});
+        wide.iter_mut().for_each(|result| result.repeated = vec![0.0]);
+        wide.iter_mut()
+            .flat_map(|result| &mut result.positions)
+            .for_each(|p| p.shift = p.shift.clamp(-0.9, 0.9));
+        let (verdict, reasons) = verdict(&wide);
+        assert_eq!(verdict, LogprobVerdict::Inconclusive, "{reasons}");
+        assert!(reasons.contains("16-bit"), "{reasons}");
     }
 
     #[test]

@@ -343,6 +343,20 @@ impl fmt::Display for LogprobsReport {
         }
         if let Some(shortest) = self.judgement.shortest_bad_context {
             writeln!(f, "  shortest context that shows it: {shortest} tokens")?;
+            if let Some(first_step) = &self.judgement.first_step {
+                writeln!(f, "  {first_step}")?;
+            }
+            if let Some(beginning) = self.judgement.beginning {
+                writeln!(
+                    f,
+                    "  the servers begin to differ at a context of {} tokens: usual shift {:.6} there, at most {:.6} before",
+                    beginning.context_tokens, beginning.after, beginning.before
+                )?;
+            }
+            let onsets = self.judgement.onsets.iter().take(8);
+            let onsets: Vec<String> =
+                onsets.map(|(context, prompts)| format!("{context} ({prompts})")).collect();
+            writeln!(f, "  first beyond the limit, by context (prompts): {}", onsets.join(", "))?;
         }
         Ok(())
     }

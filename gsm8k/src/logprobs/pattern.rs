@@ -1,10 +1,21 @@
 //! Which lengths a fault needs: the simplest statement about a position that separates the bad ones from the good.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::probe::{Position, Route};
 use crate::coverage::Sharding;
 
+/// How much larger shifts must become at once to count as a beginning, and for how many lengths to stay so.
+const JUMP: f64 = 30.0;
+const STAYS_FOR: usize = 8;
+/// Shifts below this, in log-odds, are rounding of the log-probabilities.
+const LEAST_SHIFT: f64 = 1e-5;
+/// Prompts that must have a context length for it to count.
+const LEAST_PROMPTS: usize = 3;
+/// Good positions before the first bad ones that a rule about those needs.
+const LEAST_GOOD_BEFORE: usize = 5;
 /// Share of the bad positions that a statement must cover to be reported.
 const LEAST_RECALL: f64 = 0.9;
 
@@ -59,6 +70,83 @@ pub fn explain(positions: &[Position], is_bad: &[bool], sharding: Sharding) -> V
     patterns.sort_by(|left, right| right.lift().total_cmp(&left.lift()));
     patterns.truncate(3);
     patterns
+}
+
+/// The context length from which on the servers differ.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct Beginning {
+    /// The length.
+    pub context_tokens: u64,
+    /// Largest usual shift at shorter contexts, in log-odds.
+    pub before: f64,
+    /// Usual shift at this length.
+    pub after: f64,
+}
+
+/// The shortest context at which the usual shift of the prompts jumps, and stays there.
+///
+/// It needs no idea of the noise, since it compares lengths with each other. It is no sign of a fault by itself: the
+/// first length at which two ranks share the work brings their rounding as well.
+pub fn beginning(positions: &[Position]) -> Option<Beginning> {
+    let mut by_context: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
+    for position in positions.iter().filter(|position| position.route == Route::Prefill) {
+        by_context.entry(position.context_tokens).or_default().push(position.shift.abs());
+    }
+    let usual: Vec<(u64, f64)> = by_context
+        .into_iter()
+        .filter(|(_, sizes)| sizes.len() >= LEAST_PROMPTS)
+        .map(|(context, mut sizes)| {
+            sizes.sort_by(f64::total_cmp);
+            (context, sizes[sizes.len() / 2])
+        })
+        .collect();
+    let mut before = LEAST_SHIFT;
+    for (index, (context_tokens, after)) in usual.iter().enumerate() {
+        let next: Vec<f64> = usual[index..].iter().take(STAYS_FOR).map(|(_, size)| *size).collect();
+        let stays = next.iter().filter(|size| **size >= JUMP / 3.0 * before).count() * 2 > next.len();
+        if index > 0 && *after >= JUMP * before && stays {
+            return Some(Beginning { context_tokens: *context_tokens, before, after: *after });
+        }
+        before = before.max(*after);
+    }
+    None
+}
+
+/// Where in a period each prompt first goes beyond the limit, if always at the same place: the step that a fault needs,
+/// when all that follows is its consequence.
+///
+/// The period is a round, a block or a virtual block. Good positions at that place before a beginning speak against it.
+pub fn first_step(positions: &[Position], is_bad: &[bool], sharding: Sharding) -> Option<String> {
+    let mut walks: BTreeMap<(Route, usize), Vec<(u64, bool)>> = BTreeMap::new();
+    for (position, bad) in positions.iter().zip(is_bad) {
+        walks.entry((position.route, position.probe)).or_default().push((position.context_tokens, *bad));
+    }
+    let mut firsts = Vec::new();
+    let mut good_before = Vec::new();
+    for walk in walks.values_mut() {
+        walk.sort_unstable();
+        let Some(first) = walk.iter().position(|(_, bad)| *bad) else { continue };
+        firsts.push(walk[first].0);
+        good_before.extend(walk[..first].iter().map(|(context, _)| *context));
+    }
+    firsts.sort_unstable();
+    firsts.dedup();
+    let round = sharding.dcp * sharding.interleave;
+    let block = sharding.block_size.unwrap_or(1);
+    let mut periods = [(round, "round"), (block, "block"), (block * sharding.dcp, "virtual block")];
+    periods.sort_unstable();
+    periods.into_iter().rev().find_map(|(period, name)| {
+        let place = firsts.first()? % period.max(1);
+        let at_place = |context: &u64| context % period == place;
+        let told = period >= 2
+            && firsts.len() >= LEAST_PROMPTS
+            && good_before.len() >= LEAST_GOOD_BEFORE
+            && firsts.iter().all(at_place)
+            && !good_before.iter().any(|context| at_place(context));
+        told.then(|| {
+            format!("each prompt first goes beyond the limit at a context of {place} mod {period} (a {name})")
+        })
+    })
 }
 
 type Statement = (String, Box<dyn Fn(&Position) -> bool>);
@@ -191,6 +279,55 @@ mod tests {
         assert_eq!(first(|p| p.route == Route::Decode), "route decode");
         let late_decode = |p: &Position| p.route == Route::Decode && p.context_tokens >= 200;
         assert_eq!(first(late_decode), "decode at a context of at least 200 tokens");
+    }
+
+    #[test]
+    fn the_beginning_is_found_without_knowing_the_noise() {
+        let with_noise = |noise: f64, from: u64| {
+            let mut positions: Vec<Position> = (0..4).flat_map(|_| positions()).collect();
+            for (index, position) in positions.iter_mut().enumerate() {
+                let late = if position.context_tokens >= from { 0.2 } else { 0.0 };
+                position.shift = (noise + late) * (1.0 + (index % 5) as f64 / 5.0);
+            }
+            beginning(&positions)
+        };
+        assert_eq!(with_noise(1e-6, 4).unwrap().context_tokens, 4);
+        assert_eq!(with_noise(1e-3, 129).unwrap().context_tokens, 129);
+        assert_eq!(with_noise(1e-3, 10_000), None);
+        assert_eq!(with_noise(0.3, 129), None);
+    }
+
+    #[test]
+    fn a_fault_whose_consequences_stay_is_known_by_its_first_step() {
+        let walks: Vec<Position> = [41, 55, 90, 123]
+            .iter()
+            .enumerate()
+            .flat_map(|(probe, start)| {
+                (0..16).map(move |step| Position {
+                    probe,
+                    route: Route::Decode,
+                    context_tokens: start + step,
+                    ..positions()[0].clone()
+                })
+            })
+            .collect();
+        let from = |first: &dyn Fn(u64) -> bool| {
+            let mut spoilt = std::collections::BTreeSet::new();
+            let flags: Vec<bool> = walks
+                .iter()
+                .map(|position| {
+                    first(position.context_tokens) && spoilt.insert(position.probe)
+                        || spoilt.contains(&position.probe)
+                })
+                .collect();
+            first_step(&walks, &flags, SHARDING)
+        };
+        let told = from(&|context| context % 4 == 0).unwrap();
+        assert!(told.contains("0 mod 4 (a round)"), "{told}");
+        let told = from(&|context| context % 16 == 1).unwrap();
+        assert!(told.contains("1 mod 16 (a block)"), "{told}");
+        assert_eq!(from(&|_| true), None);
+        assert_eq!(from(&|context| context % 7 == 3), None);
     }
 
     #[test]

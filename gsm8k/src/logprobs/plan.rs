@@ -7,7 +7,7 @@ use crate::vocabulary::named;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, serde::Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Edge {
-    /// The last rank gets its first token: below, some rank owns nothing.
+    /// Another rank gets its first token: below, some rank owns nothing.
     EmptyShard,
     /// A round of `W·S` tokens is complete.
     Round,
@@ -88,14 +88,13 @@ pub struct PlanInput {
 /// Each context ends half of `decode_tokens` before its edge, so that generation walks across it.
 pub fn plan(input: &PlanInput) -> (Vec<ProbeSpec>, Vec<u64>) {
     let half = input.decode_tokens / 2;
-    let shortest = 8;
     let mut starts: Vec<(u64, Vec<Edge>)> = Vec::new();
     let (mut edges, beyond): (Vec<_>, Vec<_>) =
         edges(input).into_iter().partition(|(at, _)| *at <= input.max_tokens);
     edges.extend(input.chosen.iter().map(|at| (*at, Edge::Chosen)));
     edges.sort();
     for (at, edge) in edges {
-        let start = at.saturating_sub(half).max(shortest);
+        let start = at.saturating_sub(half).max(1);
         // an edge that the previous walk crosses anyway needs no walk of its own
         match starts.last_mut() {
             Some((previous, why)) if at + 2 <= *previous + input.decode_tokens => {
@@ -127,7 +126,9 @@ fn edges(input: &PlanInput) -> Vec<(u64, Edge)> {
     let round = sharding.dcp * sharding.interleave;
     let mut edges = Vec::new();
     if sharding.dcp > 1 {
-        edges.push((sharding.shortest_without_empty_shard(), Edge::EmptyShard));
+        // the second and the last rank get their first token
+        let last = sharding.shortest_without_empty_shard();
+        edges.extend([sharding.interleave + 1, last].map(|at| (at, Edge::EmptyShard)));
         edges.extend([1, 2, 3, 7].map(|count| (count * round, Edge::Round)));
     }
     if let Some(block) = sharding.block_size {
@@ -183,10 +184,9 @@ mod tests {
     fn every_edge_within_reach_is_walked_across() {
         let (specs, beyond) = plan(&input());
         assert!(beyond.is_empty());
-        for edge in [4, 8, 12, 16, 28, 32, 64, 128, 192, 256, 1000] {
-            let crossed = specs
-                .iter()
-                .any(|spec| spec.context_tokens <= edge.max(8) && edge < spec.context_tokens + 16);
+        for edge in [2, 4, 8, 12, 16, 28, 32, 64, 128, 192, 256, 1000] {
+            let crossed =
+                specs.iter().any(|spec| spec.context_tokens <= edge && edge < spec.context_tokens + 16);
             assert!(crossed, "{edge}");
         }
         assert!(specs.is_sorted_by_key(|spec| spec.context_tokens));

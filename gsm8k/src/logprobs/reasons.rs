@@ -11,6 +11,8 @@ const SYSTEMATIC_Z: f64 = 5.0;
 const LEAST_SYSTEMATIC: f64 = 0.01;
 /// Noise of this width is more than 32-bit arithmetic makes of another order of summation.
 const WIDE_FOR_F32: f64 = 1e-4;
+/// Noise of this width is more than 16-bit arithmetic usually makes.
+const WIDE_FOR_BF16: f64 = 0.15;
 
 /// Every sign of a fault, in words.
 pub(super) fn faults(
@@ -79,7 +81,8 @@ pub(super) fn notes(
     input: JudgeInput,
 ) -> Vec<String> {
     let widest = routes.iter().map(|figures| figures.noise).fold(0.0, f64::max);
-    if largest_repeated == Some(0.0) && widest > WIDE_FOR_F32 && input.max_noise.is_none() {
+    let like_16_bit = widest > WIDE_FOR_F32 && widest <= WIDE_FOR_BF16;
+    if largest_repeated == Some(0.0) && like_16_bit && input.max_noise.is_none() {
         return vec![format!(
             "A repeats itself exactly, yet B differs everywhere, {widest:.4} wide in log-odds: usual for 16-bit arithmetic, \
              too much for 32-bit; an error of that size everywhere looks the same, and --max-noise decides it"
@@ -132,6 +135,16 @@ pub(super) fn doubts(
             "one position, at a context of {} tokens, is beyond the limit ({:+.4}); repeat with another --seed",
             position.context_tokens, position.shift
         ));
+    }
+    for figures in routes.iter().filter(|figures| figures.noise > WIDE_FOR_BF16) {
+        let own = largest_repeated.unwrap_or(0.0);
+        if own < figures.noise {
+            doubts.push(format!(
+                "{}: B differs from A {:.3} wide in log-odds, A from itself by {own:.3} at most: more than 16-bit arithmetic \
+                 usually makes",
+                figures.route, figures.noise
+            ));
+        }
     }
     for route in Route::ALL {
         if !routes.iter().any(|figures| figures.route == route && figures.positions > 0) {

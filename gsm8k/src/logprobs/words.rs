@@ -117,8 +117,11 @@ impl Vocabulary {
         let cue = &needle[..CUE_WORDS];
         let fixed = self.lead_tokens + length(needle) + length(cue);
         let Some(free) = context_tokens.checked_sub(fixed).filter(|_| needle_at.is_some()) else {
-            let free = context_tokens.saturating_sub(self.lead_tokens);
-            let context = format!("{LEAD}{}", spell(&self.fill(free, filler, &mut random)));
+            let context = match context_tokens.checked_sub(self.lead_tokens) {
+                Some(free) => format!("{LEAD}{}", spell(&self.fill(free, filler, &mut random))),
+                // shorter than the lead: the shortest prompt that there is, one word
+                None => spell(&filler[..1]).trim_start().to_owned(),
+            };
             let continuation = spell(&needle[CUE_WORDS..]);
             return ProbeText { context, continuation, needle_chars_before_end: 0, cue_chars: 0 };
         };
@@ -308,6 +311,8 @@ mod tests {
         assert_eq!(tokens(&text.context).len(), 9);
         assert_eq!(text.needle_chars_before_end, 0);
         assert!(!text.continuation.is_empty());
+        let shortest = vocabulary().compose(1, None, 7).context;
+        assert!(WORDS.split_whitespace().any(|word| word == shortest), "{shortest}");
     }
 
     #[test]
