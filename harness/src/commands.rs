@@ -4,6 +4,7 @@ pub mod diff;
 pub mod doctor;
 pub mod explain;
 pub mod golden;
+pub mod gsm8k;
 pub mod judge;
 pub mod list;
 pub mod mutants;
@@ -11,6 +12,7 @@ pub mod replay;
 pub mod reporting;
 pub mod run;
 
+use std::io::{ErrorKind, Write};
 use std::path::PathBuf;
 
 use shardcheck_cases::{Case, SuiteName, suite};
@@ -51,6 +53,9 @@ impl CaseArgs {
             self.files.iter().map(|path| read_case(path)).collect::<Result<_, _>>()?
         };
         let selection = self.select.selection().map_err(CommandError::usage)?;
+        selection
+            .check_properties(properties::all().map(|property| property.id))
+            .map_err(CommandError::usage)?;
         let ids: Vec<String> = cases.iter().map(Case::id).collect();
         selection.check_exact(ids.iter().map(String::as_str)).map_err(CommandError::usage)?;
         Ok((cases, selection))
@@ -81,6 +86,20 @@ impl CaseArgs {
     /// Name of where the cases come from, for the run's header.
     pub fn source(&self) -> String {
         if self.files.is_empty() { self.suite.to_string() } else { "cases".to_owned() }
+    }
+}
+
+/// Prints to standard output. Whoever reads a pipe may close it when it has seen enough: that is no error.
+///
+/// # Errors
+/// [`CommandError::Internal`] when the output can't be written for another reason, such as a full disk.
+pub(crate) fn print(text: impl std::fmt::Display) -> Result<(), CommandError> {
+    let mut out = std::io::stdout().lock();
+    match write!(out, "{text}").and_then(|()| out.flush()) {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
+            Err(CommandError::Internal(format!("failed to write to standard output: {error}")))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -5,6 +5,7 @@ use std::time::Duration;
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
 
+use crate::guard::Guarded;
 use crate::nearest::nearest;
 
 /// An engine that can't be had.
@@ -24,6 +25,12 @@ pub enum EngineChoiceError {
         /// The known name that looks most like it.
         suggestion: Option<String>,
     },
+    /// Not a time that can be waited.
+    #[error("--timeout-s {timeout_s} is not a number of seconds above zero")]
+    Timeout {
+        /// Seconds that were given.
+        timeout_s: f64,
+    },
     /// A contract that would pass anything.
     #[error("the engine's profile is refused: {0}")]
     Profile(String),
@@ -33,7 +40,12 @@ fn hint(suggestion: Option<&str>) -> String {
     suggestion.map_or_else(String::new, |name| format!("; did you mean {name:?}?"))
 }
 
-/// Opens an engine, with a fault where one is asked for. `timeout_s` ends a step that does not come back.
+/// How many times longer a step may take than its ranks may wait for each other. Ranks that wait are told by name by the
+/// embedded engine itself; the guard before it gives up what never comes back at all, and computing is not waiting.
+const STEP_PER_WAIT: u32 = 4;
+
+/// Opens an engine behind a guard, with a fault where one is asked for. `timeout_s` is how long ranks may wait for each
+/// other; a step may take four times that.
 ///
 /// # Errors
 /// [`EngineChoiceError`]; all of them are usage errors.
@@ -49,9 +61,14 @@ pub fn open(
         None => shardcheck_cpu::engine(),
         Some(name) => CpuEngine::with_fault(find_fault(name)?),
     };
-    let engine = engine.with_timeout(Duration::from_secs_f64(timeout_s));
+    let wait = Duration::try_from_secs_f64(timeout_s).ok().filter(|wait| !wait.is_zero());
+    let limit = wait.and_then(|wait| wait.checked_mul(STEP_PER_WAIT));
+    let (Some(wait), Some(limit)) = (wait, limit) else {
+        return Err(EngineChoiceError::Timeout { timeout_s });
+    };
+    let engine: Box<dyn Engine> = Box::new(engine.with_timeout(wait));
     engine.profile().check().map_err(EngineChoiceError::Profile)?;
-    Ok(Box::new(engine))
+    Ok(Box::new(Guarded::new(engine, limit)))
 }
 
 /// The fault of that name.

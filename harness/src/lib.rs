@@ -10,6 +10,7 @@ pub mod expected;
 pub mod explain;
 pub mod finding;
 pub mod golden;
+pub mod guard;
 pub mod judge;
 pub mod laboratory;
 mod localise;

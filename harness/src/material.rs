@@ -32,6 +32,8 @@ impl Material {
     /// # Errors
     /// Why the case can't be judged against such an engine.
     pub fn of(case: &Case, profile: &Profile) -> Result<Self, String> {
+        // a contract that would let anything pass proves nothing
+        profile.check()?;
         match &case.body {
             Body::Attention(attention) => {
                 AttentionMaterial::new(case.family, attention.clone(), case.seed, profile)

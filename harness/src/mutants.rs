@@ -79,13 +79,10 @@ pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant
 pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
     let engine = CpuEngine::with_fault(fault);
     let named = |property: &properties::Property| fault.killed_by.contains(&property.id);
-    let mut order: Vec<&Case> =
-        cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(named)).collect();
+    let mut order = in_own_order(fault, cases, &named);
     if order.is_empty() {
         return mutant(fault, MutantState::NotApplicable, None, 0);
     }
-    // an order of its own for each fault, so that neighbours in the suite, which are alike, are not tried in a row
-    order.sort_by_key(|case| *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes());
     order.truncate(MOST_CASES);
     for (index, case) in order.iter().enumerate() {
         if let Some(property) = first_failure(case, &engine, &named) {
@@ -98,6 +95,48 @@ pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
         }
     }
     mutant(fault, MutantState::Survived, None, order.len())
+}
+
+/// Properties that killed none of the faults that name them: such a check has never been seen to fail, so it proves nothing.
+///
+/// Each property is tried on the faults that name it, one after the other, until it fails by itself on one of them.
+pub fn toothless(cases: &[Case]) -> Vec<&'static str> {
+    let properties: Vec<_> = properties::all().collect();
+    properties
+        .into_par_iter()
+        .filter(|property| !has_teeth(property, cases))
+        .map(|property| property.id)
+        .collect()
+}
+
+/// Faults and cases on which a property is tried before it counts as toothless.
+const FAULTS_A_PROPERTY: usize = 8;
+const CASES_A_PROPERTY: usize = 250;
+
+fn has_teeth(property: &'static properties::Property, cases: &[Case]) -> bool {
+    let named = shardcheck_cpu::faults().iter().filter(|fault| fault.killed_by.contains(&property.id));
+    named.take(FAULTS_A_PROPERTY).any(|fault| {
+        let engine = CpuEngine::with_fault(fault);
+        in_own_order(fault, cases, &|candidate| candidate.id == property.id)
+            .into_iter()
+            .take(CASES_A_PROPERTY)
+            .any(|case| first_failure(case, &engine, &|candidate| candidate.id == property.id).is_some())
+    })
+}
+
+/// Small cases on which one of the chosen properties is judged, in an order of the fault's own: neighbours in a suite are
+/// alike, so they are not tried in a row.
+fn in_own_order<'a>(
+    fault: &Fault,
+    cases: &'a [Case],
+    chosen: &dyn Fn(&properties::Property) -> bool,
+) -> Vec<&'a Case> {
+    let mut order: Vec<&Case> =
+        cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(chosen)).collect();
+    order.sort_by_cached_key(|case| {
+        *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes()
+    });
+    order
 }
 
 /// The first of the chosen properties that fails on the case.

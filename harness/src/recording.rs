@@ -194,7 +194,8 @@ impl Session for RecordingSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
         let before = inputs.clone();
         let answer = self.session.step(operation, inputs);
-        let inputs_after = (*inputs != before).then(|| inputs.clone());
+        // a step that failed may have left its inputs behind
+        let inputs_after = (answer.is_ok() && *inputs != before).then(|| inputs.clone());
         let step = StepRecord {
             operation: operation.clone(),
             inputs: before,

@@ -103,6 +103,14 @@ pub enum SelectError {
         /// The known id that looks most like it.
         nearest: Option<String>,
     },
+    /// A whole property id that no property has: it would select nothing, or leave nothing out.
+    #[error("no property has the id {id:?}{}", nearest.as_ref().map_or_else(|| "; `shardcheck explain properties` lists them".to_owned(), |known| format!("; did you mean {known:?}?")))]
+    UnknownProperty {
+        /// The id.
+        id: String,
+        /// The known id that looks most like it.
+        nearest: Option<String>,
+    },
 }
 
 /// Which cases are selected: those that pass every part that is given.
@@ -222,6 +230,22 @@ impl Selection {
             None => Ok(()),
             Some(id) => Err(SelectError::UnknownId {
                 id: id.clone(),
+                nearest: nearest(id, known.iter().copied()).map(str::to_owned),
+            }),
+        }
+    }
+
+    /// Refuses whole property ids in the expression that no property has.
+    ///
+    /// # Errors
+    /// [`SelectError::UnknownProperty`] for the first of them.
+    pub fn check_properties<'a>(&self, known: impl IntoIterator<Item = &'a str>) -> Result<(), SelectError> {
+        let known: BTreeSet<&str> = known.into_iter().collect();
+        let named = self.expression.as_ref().map(Expression::whole_properties).unwrap_or_default();
+        match named.into_iter().find(|id| !known.contains(id)) {
+            None => Ok(()),
+            Some(id) => Err(SelectError::UnknownProperty {
+                id: id.to_owned(),
                 nearest: nearest(id, known.iter().copied()).map(str::to_owned),
             }),
         }

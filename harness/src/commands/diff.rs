@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::cli::CommandError;
+use crate::commands::print;
 use crate::diff::Diff;
 use crate::run_directory::{read_events, resolve};
 use crate::status::Exit;
@@ -38,9 +39,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     };
     let diff = Diff::between(&read(&args.before)?, &read(&args.after)?);
     if args.json {
-        println!("{}", serde_json::to_string_pretty(&diff).map_err(CommandError::internal)?);
+        print(serde_json::to_string_pretty(&diff).map_err(CommandError::internal)? + "\n")?;
     } else {
-        print!("{diff}");
+        print(&diff)?;
     }
     Ok(diff.exit())
 }

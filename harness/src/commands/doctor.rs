@@ -6,6 +6,7 @@ use shardcheck_cases::{Case, SuiteName, suite};
 use shardcheck_engine::Engine;
 
 use crate::cli::CommandError;
+use crate::commands::print;
 use crate::commands::run::machine;
 use crate::engines;
 use crate::finding::Finding;
@@ -27,21 +28,19 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let engine = engines::open(&args.engine, None, 30.0).map_err(CommandError::usage)?;
     let profile = engine.profile();
-    println!("shardcheck {} on {}", env!("CARGO_PKG_VERSION"), machine());
-    println!("engine {} {}", profile.engine, profile.version);
-    println!(
-        "rule sets: {}",
-        profile.rule_sets.iter().map(|rules| rules.name()).collect::<Vec<_>>().join(", ")
-    );
-    println!("\noperation        contract");
+    print(format!("shardcheck {} on {}\n", env!("CARGO_PKG_VERSION"), machine()))?;
+    print(format!("engine {} {}\n", profile.engine, profile.version))?;
+    let rule_sets: Vec<_> = profile.rule_sets.iter().map(|rules| rules.name()).collect();
+    print(format!("rule sets: {}\n", rule_sets.join(", ")))?;
+    print("\noperation        contract\n")?;
     for (kind, operation) in &profile.operations {
         let contract = operation.contract.as_ref().map_or_else(
             || "none: it moves or counts and never rounds".to_owned(),
             |contract| serde_json::to_string(contract).unwrap_or_default(),
         );
-        println!("{:<16} {contract}", kind.name());
+        print(format!("{:<16} {contract}\n", kind.name()))?;
     }
-    println!("\nfamily           tried  passed  other                           ms a case");
+    print("\nfamily           tried  passed  other                           ms a case\n")?;
     let mut failed = false;
     for (family, cases) in by_family() {
         let (mut passed, mut others, mut elapsed_s) = (0, BTreeMap::new(), 0.0);
@@ -59,7 +58,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         }
         let others: Vec<_> = others.into_iter().map(|(status, count)| format!("{count} {status}")).collect();
         let per_case = 1e3 * elapsed_s / cases.len().max(1) as f64;
-        println!("{family:<16} {:>5}  {passed:>6}  {:<30} {per_case:>10.2}", cases.len(), others.join(", "));
+        let (count, others) = (cases.len(), others.join(", "));
+        print(format!("{family:<16} {count:>5}  {passed:>6}  {others:<30} {per_case:>10.2}\n"))?;
     }
     Ok(if failed { Exit::Failed } else { Exit::Passed })
 }

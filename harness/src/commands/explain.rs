@@ -4,6 +4,7 @@ use shardcheck_cases::Case;
 use shardcheck_cpu::{Fault, fault, faults};
 
 use crate::cli::CommandError;
+use crate::commands::print;
 use crate::explain::Explainer;
 use crate::properties::{self, Property};
 use crate::status::Exit;
@@ -21,7 +22,7 @@ pub struct Args {
 /// # Errors
 /// [`CommandError::Usage`] when there is nothing of that name.
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
-    println!("{}", text(&args.what)?.trim_end());
+    print(text(&args.what)?.trim_end().to_owned() + "\n")?;
     Ok(Exit::Passed)
 }
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::cli::CommandError;
+use crate::commands::print;
 use crate::golden;
 use crate::status::Exit;
 
@@ -38,22 +39,24 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         GoldenVerb::Generate { folder } => {
             let manifest = golden::generate(folder).map_err(CommandError::usage)?;
             let bytes: u64 = manifest.files.values().map(|file| file.bytes).sum();
-            println!("wrote {} files, {bytes} bytes, to {}", manifest.files.len() + 1, folder.display());
+            let count = manifest.files.len() + 1;
+            print(format!("wrote {count} files, {bytes} bytes, to {}\n", folder.display()))?;
             Ok(Exit::Passed)
         }
         GoldenVerb::Verify { folder } => {
             let differences = golden::verify(folder).map_err(CommandError::usage)?;
             for difference in &differences {
-                println!("fail {}: {}", folder.join(&difference.file).display(), difference.what);
+                let path = folder.join(&difference.file);
+                print(format!("fail {}: {}\n", path.display(), difference.what))?;
             }
             if differences.is_empty() {
-                println!("pass {}: every byte is what this machine makes", folder.display());
+                print(format!("pass {}: every byte is what this machine makes\n", folder.display()))?;
                 return Ok(Exit::Passed);
             }
-            println!(
-                "restore the files, or write them anew with `shardcheck golden generate {}`",
+            print(format!(
+                "restore the files, or write them anew with `shardcheck golden generate {}`\n",
                 folder.display()
-            );
+            ))?;
             Ok(Exit::Failed)
         }
     }

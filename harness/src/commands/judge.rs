@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use crate::cli::CommandError;
+use crate::commands::print;
 use crate::commands::reporting::full_text;
 use crate::recording::Recorded;
 use crate::run::judge_case;
@@ -49,9 +50,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         let stored = record.find(id).map(|before| before.status);
         changed += usize::from(stored != Some(result.status));
         if args.json {
-            println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
+            print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
-            print!("{}", full_text(&result, Some(&record.header)));
+            print(full_text(&result, Some(&record.header)))?;
         }
         statuses.push(result.status);
     }

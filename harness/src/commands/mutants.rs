@@ -9,7 +9,7 @@ use shardcheck_cpu::{Fault, faults};
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::engines;
-use crate::mutants::{Mutant, MutantState, try_all};
+use crate::mutants::{Mutant, MutantState, toothless, try_all};
 use crate::properties;
 use crate::run::judge_case;
 use crate::status::Exit;
@@ -104,7 +104,7 @@ fn list(format: Format) -> Result<Exit, CommandError> {
 }
 
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
-    let (cases, _) = args.cases.selected()?;
+    let (cases, selection) = args.cases.selected()?;
     let chosen: Vec<&'static Fault> = if args.faults.is_empty() {
         faults().iter().collect()
     } else {
@@ -123,7 +123,14 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     }
     let killed = mutants.iter().filter(|mutant| mutant.state == MutantState::Killed).count();
     eprintln!("{killed} of {} faults killed by a property that names them", mutants.len());
-    Ok(if killed == mutants.len() { Exit::Passed } else { Exit::MutantsSurvived })
+    // with faults or cases left out, a property may lack the fault that it kills through no fault of its own
+    let whole = args.faults.is_empty() && selection.is_everything();
+    let toothless = if whole { toothless(&cases) } else { Vec::new() };
+    if !toothless.is_empty() {
+        eprintln!("properties that killed none of the faults that name them: {}", toothless.join(", "));
+    }
+    let all = killed == mutants.len() && toothless.is_empty();
+    Ok(if all { Exit::Passed } else { Exit::MutantsSurvived })
 }
 
 /// A fault proves nothing where the healthy engine fails as well.

@@ -5,11 +5,13 @@ use std::path::{Path, PathBuf};
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
-use crate::commands::read_case;
 use crate::commands::reporting::full_text;
+use crate::commands::{print, read_case};
 use crate::engines;
+use crate::nearest::nearest;
 use crate::run::judge_case;
 use crate::run_directory::resolve;
+use crate::select::SelectError;
 use crate::status::Exit;
 
 /// Options of `replay`.
@@ -31,7 +33,7 @@ pub struct Args {
     #[arg(long, value_name = "ID")]
     property: Vec<String>,
 
-    /// Give an engine's step up after this many seconds
+    /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
     timeout_s: f64,
 
@@ -51,9 +53,11 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for property in &args.property {
         if crate::properties::find(property).is_none() {
-            return Err(CommandError::Usage(format!(
-                "no property has the id {property:?}; `shardcheck explain properties` lists them"
-            )));
+            let known = crate::properties::all().map(|property| property.id);
+            return Err(CommandError::usage(SelectError::UnknownProperty {
+                id: property.clone(),
+                nearest: nearest(property, known).map(str::to_owned),
+            }));
         }
     }
     let cases = find(args)?;
@@ -66,9 +70,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for case in &cases {
         let result = judge_case(case, engine.as_ref(), &only);
         if args.json {
-            println!("{}", serde_json::to_string(&result).map_err(CommandError::internal)?);
+            print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
-            print!("{}", full_text(&result, None));
+            print(full_text(&result, None))?;
         }
         statuses.push(result.status);
     }

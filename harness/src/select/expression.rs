@@ -6,7 +6,7 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
 
-use super::{Atom, ExpressionError, parser};
+use super::{Atom, ExpressionError, TextAxis, TextTest, parser};
 
 /// What an expression is asked about.
 #[derive(Debug, Clone, Copy)]
@@ -65,6 +65,24 @@ impl Expression {
                 (Some(false), Some(false)) => Some(false),
                 _ => None,
             },
+        }
+    }
+
+    /// Property ids that `prop(…)` names as a whole, from left to right.
+    pub fn whole_properties(&self) -> Vec<&str> {
+        match self {
+            Self::Atom(Atom::Text(TextAxis::Prop, tests)) => {
+                let whole = tests.iter().filter_map(|test| match test {
+                    TextTest::Is(id) => Some(id.as_str()),
+                    _ => None,
+                });
+                whole.collect()
+            }
+            Self::Atom(_) => Vec::new(),
+            Self::Not(inner) => inner.whole_properties(),
+            Self::And(left, right) | Self::Or(left, right) => {
+                [left.whole_properties(), right.whole_properties()].concat()
+            }
         }
     }
 

@@ -333,6 +333,21 @@ fn the_help_of_the_options_names_them_all() {
     }
 }
 
+#[test]
+fn a_whole_property_id_that_nobody_has_is_refused_wherever_it_stands() {
+    let known = ["verify.output", "merge.output"];
+    let check = |text: &str| selection(&["-E", text]).unwrap().check_properties(known);
+    for fine in
+        ["prop(verify.output)", "prop(~nothing | /nothing*/)", "id(verify.outptu)", "not prop(=merge.output)"]
+    {
+        check(fine).unwrap_or_else(|error| panic!("{fine}: {error}"));
+    }
+    let message = check("family(verify) & not (world(2) | prop(verify.outptu))").unwrap_err().to_string();
+    assert_eq!(message, "no property has the id \"verify.outptu\"; did you mean \"verify.output\"?");
+    let message = check("prop(\"zzz\")").unwrap_err().to_string();
+    assert!(message.contains("shardcheck explain properties"), "{message}");
+}
+
 fn number_tests() -> impl Strategy<Value = NumberTest> {
     prop_oneof![
         any::<u64>().prop_map(NumberTest::Is),

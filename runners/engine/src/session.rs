@@ -63,7 +63,7 @@ pub enum EngineError {
         text: String,
     },
     /// The engine did not answer in time.
-    #[error("engine timed out after {waited_s} s: rank {rank:?} waits in {waiting_in}")]
+    #[error("engine timed out after {waited_s} s: {} waits in {waiting_in}", waiter(*rank))]
     Timeout {
         /// Rank that waits, where it can be told.
         rank: Option<usize>,
@@ -81,4 +81,8 @@ pub enum EngineError {
     /// The inputs do not fit the operation: a bug of the harness or of the case.
     #[error("input does not fit the operation: {0}")]
     Input(#[from] TensorError),
+}
+
+fn waiter(rank: Option<usize>) -> String {
+    rank.map_or_else(|| "a rank that can't be told".to_owned(), |rank| format!("rank {rank}"))
 }

@@ -1,0 +1,8 @@
+//! The program as a user meets it: what it prints, what it leaves behind, and its exit codes.
+
+mod bad_input;
+mod explaining;
+mod judging;
+mod killing;
+mod program;
+mod running;
