@@ -38,6 +38,10 @@ enum Verb {
     Diff(commands::diff::Args),
     /// Make or verify the golden vectors that other programs can load
     Golden(commands::golden::Args),
+    /// GSM8K against a server: run, compare, gate, acceptance
+    Gsm8k(shardcheck_gsm8k::Gsm8kArgs),
+    /// Compare two servers' log-probabilities at the edges of a sharded cache: sees what accuracy cannot
+    Logprobs(shardcheck_gsm8k::logprobs::LogprobsArgs),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -100,6 +104,8 @@ pub fn main() -> Exit {
         Verb::Mutants(args) => commands::mutants::run(&args),
         Verb::Diff(args) => commands::diff::run(&args),
         Verb::Golden(args) => commands::golden::run(&args),
+        Verb::Gsm8k(args) => commands::gsm8k::run(shardcheck_gsm8k::run(&args)),
+        Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

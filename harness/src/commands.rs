@@ -4,6 +4,7 @@ pub mod diff;
 pub mod doctor;
 pub mod explain;
 pub mod golden;
+pub mod gsm8k;
 pub mod judge;
 pub mod list;
 pub mod mutants;

@@ -171,7 +171,7 @@ fn allowed_lse(lse: &[f64], bound: &[f64], index: usize) -> Allowed {
 }
 
 /// Visible set of each row of each request.
-fn visible_rows(material: &AttentionMaterial) -> Vec<Vec<Visible>> {
+pub(crate) fn visible_rows(material: &AttentionMaterial) -> Vec<Vec<Visible>> {
     let mut rows = vec![Vec::new(); material.case.workload.requests.len()];
     for (row, place) in material.rows.iter().enumerate() {
         if let Some((request, _)) = place {
@@ -182,7 +182,7 @@ fn visible_rows(material: &AttentionMaterial) -> Vec<Vec<Visible>> {
 }
 
 /// Queries of a request's rows for the heads of one group, `[rows, Hg, Dk]`.
-fn query_of(material: &AttentionMaterial, request: usize, group: usize) -> Vec<f32> {
+pub(crate) fn query_of(material: &AttentionMaterial, request: usize, group: usize) -> Vec<f32> {
     let gathered = material.configuration().gathered_heads();
     let mut query = Vec::new();
     for (row, place) in material.rows.iter().enumerate() {
@@ -195,7 +195,8 @@ fn query_of(material: &AttentionMaterial, request: usize, group: usize) -> Vec<f
     query
 }
 
-fn problem<'a>(material: &'a AttentionMaterial, request: usize, query: &'a [f32]) -> Problem<'a> {
+/// The problem of one request for the heads of one group, whose queries are `query`.
+pub(crate) fn problem<'a>(material: &'a AttentionMaterial, request: usize, query: &'a [f32]) -> Problem<'a> {
     let configuration = material.configuration();
     let attention = configuration.attention;
     let values =

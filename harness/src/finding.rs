@@ -130,6 +130,36 @@ impl Failure {
     }
 }
 
+/// What the residual of a whole output shows: for reports, to follow drift.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct Figures {
+    /// Mean of ((seen − expected)/σ)².
+    pub chi_square: Option<f64>,
+    /// Largest score of a matched filter, in standard deviations.
+    pub top_score: Option<f64>,
+    /// Largest |error| over the probable bound.
+    pub probable_ratio: Option<f64>,
+    /// Largest difference of a merged LSE.
+    pub lse_difference: Option<f64>,
+    /// States (row and head) that took no part.
+    pub excluded_states: u64,
+}
+
+impl std::fmt::Display for Figures {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let number = |value: Option<f64>| value.map_or("unknown".to_owned(), |value| format!("{value:.3}"));
+        let lse = self.lse_difference.map_or("unknown".to_owned(), |value| format!("{value:.1e}"));
+        write!(
+            f,
+            "mean squared deviation {}, top score {}, {} of the probable bound, LSE off by {lse} at most, {} states excluded",
+            number(self.chi_square),
+            number(self.top_score),
+            number(self.probable_ratio),
+            self.excluded_states
+        )
+    }
+}
+
 /// Figures of a property that holds.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub struct Measured {
@@ -139,12 +169,15 @@ pub struct Measured {
     pub worst_ratio: f64,
     /// Elements for which equality was asked.
     pub exact: u64,
+    /// What the residual shows, where it was examined.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub figures: Option<Figures>,
 }
 
 impl Measured {
     /// `count` elements that had to be equal, and were.
     pub fn exact(count: usize) -> Self {
-        Self { compared: count as u64, worst_ratio: 0.0, exact: count as u64 }
+        Self { compared: count as u64, worst_ratio: 0.0, exact: count as u64, figures: None }
     }
 
     /// Figures of two comparisons together.
@@ -154,6 +187,7 @@ impl Measured {
             compared: self.compared + other.compared,
             worst_ratio: self.worst_ratio.max(other.worst_ratio),
             exact: self.exact + other.exact,
+            figures: self.figures.or(other.figures),
         }
     }
 }

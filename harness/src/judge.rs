@@ -61,7 +61,8 @@ impl Allowed {
         }
     }
 
-    fn expected(self) -> f64 {
+    /// The oracle's value; NaN where nothing is expected.
+    pub fn expected(self) -> f64 {
         match self {
             Self::Exactly(value) => value,
             Self::NegativeInfinity => f64::NEG_INFINITY,
@@ -197,7 +198,7 @@ impl Comparison {
 
     /// Figures.
     pub fn measured(&self) -> Measured {
-        Measured { compared: self.compared, worst_ratio: self.worst_ratio, exact: self.exact }
+        Measured { compared: self.compared, worst_ratio: self.worst_ratio, exact: self.exact, figures: None }
     }
 
     /// The finding: holds, or a failure at `stage` whose worst element is placed by `place`.

@@ -22,6 +22,7 @@ pub mod properties;
 pub mod record;
 pub mod recording;
 pub mod report;
+mod residual;
 pub mod run;
 pub mod run_directory;
 pub mod select;

@@ -494,7 +494,8 @@ impl AttentionMaterial {
         self.context.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
     }
 
-    fn contract(&self) -> Result<Contract, String> {
+    /// The rounding contract of the case.
+    pub(crate) fn contract(&self) -> Result<Contract, String> {
         contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
             format!("the engine declares no rounding contract for {}", operation_of(self.family))
         })

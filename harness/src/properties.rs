@@ -10,6 +10,7 @@ mod rules;
 mod segments;
 mod sequence;
 mod states;
+mod statistics;
 mod write;
 
 use shardcheck_cases::{Case, Family};
@@ -56,6 +57,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         layout::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
+        statistics::PROPERTIES,
         context::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,

@@ -3,7 +3,7 @@
 use shardcheck_cases::Case;
 
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
-use crate::finding::{Failure, Finding, Measured, Stage, Worst};
+use crate::finding::{Failure, Figures, Finding, Measured, Stage, Worst};
 use crate::record::{RunRecord, count_statuses};
 use crate::select::Selection;
 use crate::status::{Exit, Status};
@@ -66,12 +66,19 @@ fn check(property: &str, finding: Finding) -> Check {
 }
 
 pub fn passed(id: &str, worst_ratio: f64) -> CaseResult {
-    let measured = Measured { compared: 1000, worst_ratio, exact: 10 };
+    let figures = Figures {
+        chi_square: Some(0.97),
+        top_score: Some(3.25),
+        probable_ratio: Some(0.5),
+        lse_difference: Some(1e-6),
+        excluded_states: 2,
+    };
+    let measured = Measured { compared: 1000, worst_ratio, exact: 10, figures: Some(figures) };
     result(id, vec![check("attention.bound", Finding::Holds(measured))])
 }
 
 pub fn failed(id: &str, failure: Failure) -> CaseResult {
-    let holds = Finding::Holds(Measured { compared: 100, worst_ratio: 0.5, exact: 0 });
+    let holds = Finding::Holds(Measured { compared: 100, worst_ratio: 0.5, exact: 0, figures: None });
     let broken = Finding::Broken(Box::new(failure));
     result(id, vec![check("layout.exact", holds), check("attention.bound", broken)])
 }

@@ -13,6 +13,7 @@
 //! * [`moments`] — what a bound needs to know of the data.
 //! * [`bound`] — how far a conforming engine may be off, element by element.
 //! * [`probable`] — how far it is likely to be off; to be reported, not to judge by.
+//! * [`statistics`] — what a whole output says that no single element does.
 
 pub mod attention;
 pub mod bound;
@@ -23,4 +24,5 @@ pub mod merge;
 pub mod moments;
 pub mod probable;
 pub mod split;
+pub mod statistics;
 pub mod visibility;

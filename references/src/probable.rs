@@ -17,9 +17,9 @@ use shardcheck_formats::dtype::Dtype;
 /// The chance of a violation in a whole problem that the bound is usually stated for.
 pub const USUAL_CHANCE: f64 = 1e-6;
 /// Share of distinct scores below which tokens of equal score are added up before they are squared.
-const MIN_DISTINCT: f64 = 0.99;
+pub(crate) const MIN_DISTINCT: f64 = 0.99;
 /// Standard deviation of rounding a value `u·x` whose logarithm is uniform within a binade: `√(E[1/m²]/3)`.
-const UNIFORM_CELL: f64 = 0.4247;
+pub(crate) const UNIFORM_CELL: f64 = 0.4247;
 
 /// The probable errors of a problem's outputs.
 #[derive(Debug, Clone, PartialEq)]

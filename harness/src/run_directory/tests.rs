@@ -279,7 +279,7 @@ fn ids_that_look_alike_once_sanitised_get_folders_of_their_own() {
 #[test]
 fn a_figure_that_json_cannot_hold_is_refused_instead_of_read_back_as_null() {
     let (_root, mut directory) = fresh();
-    let finding = Finding::Holds(Measured { compared: 1, worst_ratio: f64::NAN, exact: 0 });
+    let finding = Finding::Holds(Measured { compared: 1, worst_ratio: f64::NAN, exact: 0, figures: None });
     let result = CaseResult {
         id: "decode/a".into(),
         status: Status::Pass,

@@ -10,6 +10,7 @@ mod heads;
 mod layout;
 mod lse;
 mod segments;
+mod small;
 mod steps;
 
 use std::fmt;
@@ -135,6 +136,7 @@ pub fn faults() -> &'static [Fault] {
             exchange::FAULTS,
             context::FAULTS,
             segments::FAULTS,
+            small::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
         ]

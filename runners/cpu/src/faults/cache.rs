@@ -164,7 +164,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the value is read from the end of the latent row, rotary part included",
         class: FaultClass::HeadLayout,
         bugs: &["TransformerEngine#1896"],
-        killed_by: &["decode.partial-output", "verify.partial-output", "decode.output", "context.output"],
+        killed_by: &[
+            "draft.partial-output",
+            "decode.partial-output",
+            "verify.partial-output",
+            "decode.output",
+            "context.output",
+        ],
         apply: |p| p.cache.value_column = |format| format.key_dim - format.value_dim,
     },
 ];

@@ -125,7 +125,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "draft rows do not see the last token of the block",
         class: FaultClass::SpecDecode,
         bugs: &["sglang#39799"],
-        killed_by: &["draft.row-lengths", "layout.draft-lengths", "draft.lse", "draft.output"],
+        killed_by: &[
+            "draft.partial-lse",
+            "draft.row-lengths",
+            "layout.draft-lengths",
+            "draft.lse",
+            "draft.output",
+        ],
         apply: |p| p.layout.draft_len = |layout, sight| local(layout, sight, sight.seq_len.saturating_sub(1)),
     },
     Fault {

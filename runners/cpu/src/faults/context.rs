@@ -128,7 +128,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "context and new tokens are merged with exp2 and log2",
         class: FaultClass::LseMath,
         bugs: &["sglang#35045"],
-        killed_by: &["context.output", "context.lse", "states.output", "states.lse"],
+        killed_by: &["merge.fold", "context.output", "context.lse", "states.output", "states.lse"],
         apply: |p| p.context.merge_suffix = merge_in_base_2,
     },
     Fault {

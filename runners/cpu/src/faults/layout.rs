@@ -9,7 +9,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every rank counts a run too many where the length is a whole number of rounds (rank ≤ (L−1) mod W)",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.partial-lse"],
+        killed_by: &[
+            "layout.partition",
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.partial-lse",
+        ],
         apply: |p| p.layout.local_len = length_of_full_round,
     },
     Fault {
@@ -47,7 +53,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "local lengths are those of token interleave whatever S is",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#14876"],
-        killed_by: &["layout.local-lengths", "decode.row-lengths", "verify.row-lengths", "equal.interleave"],
+        killed_by: &[
+            "equal.world",
+            "layout.local-lengths",
+            "decode.row-lengths",
+            "verify.row-lengths",
+            "equal.interleave",
+        ],
         apply: |p| {
             p.layout.local_len =
                 |len, member, grid| (len + grid.world - 1).saturating_sub(member) / grid.world

@@ -174,7 +174,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the LSE travels as the sum of two bf16 values instead of two halves",
         class: FaultClass::LseMath,
         bugs: &["vllm-ascend#3850"],
-        killed_by: &["pack.lanes"],
+        killed_by: &["merge.shift", "pack.lanes"],
         apply: |p| {
             p.merge.lanes.pack = |bits, order| {
                 let value = f32::from_bits(bits);
