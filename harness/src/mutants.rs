@@ -240,6 +240,19 @@ mod tests {
     }
 
     #[test]
+    fn every_property_has_been_seen_to_fail_by_itself_on_a_fault_that_names_it() {
+        assert_eq!(toothless(&suite(SuiteName::Gate, 1)), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn a_property_without_a_case_that_shows_its_faults_is_toothless() {
+        let mut writes = smoke();
+        writes.retain(|case| case.family == Family::Write);
+        let idle = toothless(&writes);
+        assert!(idle.contains(&"verify.output") && !idle.contains(&"write.round-trip"), "{idle:?}");
+    }
+
+    #[test]
     fn states_are_written_as_they_are_named() {
         for state in MutantState::ALL {
             assert_eq!(serde_json::to_value(state).unwrap(), state.name());

@@ -88,6 +88,16 @@ fn strided_views_keep_their_strides_and_what_lies_in_the_gaps() {
 }
 
 #[test]
+fn a_slice_at_the_start_of_a_longer_buffer_keeps_the_rest_of_it() {
+    let bytes: Vec<u8> = (0..16).collect();
+    let slice = Tensor::view(Dtype::I32, vec![3], vec![1], bytes).unwrap();
+    assert!(slice.is_contiguous());
+    let recording =
+        recording(vec![step(Tensors::new().with("slice", slice), Answered::Done(Reply::default()))]);
+    assert_eq!(round_trip(&recording), recording);
+}
+
+#[test]
 fn tensors_without_elements_and_without_axes_come_back() {
     let inputs = Tensors::new()
         .with("none", Tensor::from_i32(&[0], &[]))
