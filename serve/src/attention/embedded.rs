@@ -429,7 +429,7 @@ mod tests {
     }
 
     #[test]
-    fn an_engine_that_crashes_hangs_or_panics_gives_its_text_and_is_opened_anew() {
+    fn an_engine_that_panics_or_answers_with_another_shape_gives_its_text_and_is_opened_anew() {
         use shardcheck_cpu::hostile::{Hostility, hostile};
         for (kind, words) in [
             (Hostility::Panics, "panic"),
