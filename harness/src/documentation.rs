@@ -183,7 +183,9 @@ fn cell(text: &str) -> String {
 }
 
 fn property_table() -> String {
-    let mut table = String::from("| property | statement | source | tolerance | faults that it must kill |\n|---|---|---|---|---|\n");
+    let mut table = String::from(
+        "| property | statement | source | tolerance | faults that it must kill |\n|---|---|---|---|---|\n",
+    );
     for property in crate::properties::all() {
         let faults = shardcheck_cpu::faults().iter().filter(|fault| fault.killed_by.contains(&property.id));
         let faults: Vec<_> = faults.map(|fault| format!("`{}`", fault.name)).collect();
@@ -200,8 +202,9 @@ fn property_table() -> String {
 }
 
 fn fault_table() -> String {
-    let mut table =
-        String::from("| fault | class | what is wrong | public bugs of that kind | killed by |\n|---|---|---|---|---|\n");
+    let mut table = String::from(
+        "| fault | class | what is wrong | public bugs of that kind | killed by |\n|---|---|---|---|---|\n",
+    );
     for fault in shardcheck_cpu::faults() {
         let killers: Vec<_> = fault.killed_by.iter().map(|id| format!("`{id}`")).collect();
         table += &format!(
@@ -229,7 +232,9 @@ fn the_page_on_faults_lists_the_registry() {
 #[test]
 fn every_property_is_named_by_a_fault_and_every_name_is_a_property() {
     let unproved: Vec<_> = crate::properties::all()
-        .filter(|property| !shardcheck_cpu::faults().iter().any(|fault| fault.killed_by.contains(&property.id)))
+        .filter(|property| {
+            !shardcheck_cpu::faults().iter().any(|fault| fault.killed_by.contains(&property.id))
+        })
         .map(|property| property.id)
         .collect();
     assert!(unproved.is_empty(), "no fault names {unproved:?}");
