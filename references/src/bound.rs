@@ -18,14 +18,14 @@
 //! | `merge` (E5) | arithmetic of the merge |
 //! | `rest` | second-order and absolute terms, listed at [`Terms::rest`] |
 
-mod accumulation;
+pub(crate) mod accumulation;
 mod certified;
 mod chain;
 mod lse;
 mod merged;
 mod output;
 mod projection;
-mod weights;
+pub(crate) mod weights;
 
 pub use certified::{Certified, CertifiedPart, certify, certify_moments, interval, ratio};
 pub use chain::certify_chain;

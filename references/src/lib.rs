@@ -12,6 +12,7 @@
 //! * [`split`] — which part of a merge a token belongs to.
 //! * [`moments`] — what a bound needs to know of the data.
 //! * [`bound`] — how far a conforming engine may be off, element by element.
+//! * [`probe`] — inputs whose right answers are integers.
 
 pub mod attention;
 pub mod bound;
@@ -20,5 +21,6 @@ pub mod exp;
 pub mod layout;
 pub mod merge;
 pub mod moments;
+pub mod probe;
 pub mod split;
 pub mod visibility;

@@ -7,20 +7,20 @@ use shardcheck_formats::dtype::Dtype;
 
 /// [`codec::half_ulp`] of one format, prepared: the bound asks for it several times an element.
 #[derive(Debug, Clone, Copy)]
-pub(super) struct HalfUlp {
+pub(crate) struct HalfUlp {
     unit_roundoff: f64,
     /// Half the spacing of subnormals.
     least: f64,
 }
 
 impl HalfUlp {
-    pub(super) fn of(dtype: Dtype) -> Self {
+    pub(crate) fn of(dtype: Dtype) -> Self {
         Self { unit_roundoff: dtype.unit_roundoff(), least: codec::half_ulp(dtype, f64::MIN_POSITIVE) }
     }
 
     /// Half the distance from `|x|` to the next larger value of the format; 0 at 0, infinite where `x` is not finite.
     #[inline]
-    pub(super) fn at(&self, x: f64) -> f64 {
+    pub(crate) fn at(&self, x: f64) -> f64 {
         if x == 0.0 {
             return 0.0;
         }
@@ -31,7 +31,7 @@ impl HalfUlp {
 
 /// One part's contribution to an output element.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Contribution {
+pub(crate) struct Contribution {
     /// Merge weight `g`.
     pub weight: f64,
     /// Exact partial output `o_r`.
@@ -48,19 +48,19 @@ impl Contribution {
 }
 
 /// E4: `Σ g·hulp(|o_r| + preR)`, partial outputs rounded to the format in which they travel.
-pub(super) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 {
+pub(crate) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 {
     parts.iter().map(|part| part.weight * partial.at(part.magnitude())).sum()
 }
 
 /// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the format
 /// in which the partials arrive.
-pub(super) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
+pub(crate) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
     parts.iter().map(|part| part.weight * part.magnitude() * (1.0 + roundoff)).sum()
 }
 
 /// E5 without the common error of the weights: `(W + 4)u·G` for products and sums in binary32, and for a merge in
 /// bf16 the rounding of every product and of every sum but the last, which is the final rounding.
-pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roundoff: f64) -> f64 {
+pub(crate) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roundoff: f64) -> f64 {
     let magnitude = merged_magnitude(parts, roundoff);
     let in_f32 = (parts.len() + 4) as f64 * U32 * magnitude;
     match contract.merge {
