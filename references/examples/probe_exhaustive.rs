@@ -73,11 +73,13 @@ fn draws() -> usize {
         ] {
             let setting = Setting::new((world, interleave, block), tokens, merge, &[]);
             assert!(setting.clean_is_silent(), "a healthy row is not silent");
+            assert!(setting.pages_hide_in(1), "a page shows in the signs of its tokens");
             let tolerance = setting.tolerance();
             let of = |what: &str| format!("n={tokens} W={world} S={interleave} B={block} {merge} {what}");
             missed += report(&of("page lost"), tolerance, || setting.pages_lost(DRAWS));
             missed += report(&of("page aliased"), tolerance, || setting.pages_aliased(DRAWS));
-            missed += report(&of("row copied"), tolerance, || setting.rows_overwritten(DRAWS));
+            missed += report(&of("row copied"), tolerance, || setting.rows_overwritten(DRAWS, false));
+            missed += report(&of("row beside copied"), tolerance, || setting.rows_overwritten(DRAWS, true));
             missed += report(&of("rank missing"), tolerance, || setting.ranks_missing(DRAWS));
             let select = KeySelect::new(setting.code.token_bits(), 32, Dtype::Bf16, 1.0, 0.1)
                 .expect("a gap of 400 is wide enough");

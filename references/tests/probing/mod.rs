@@ -167,25 +167,26 @@ impl Setting {
         expected.elements.iter().zip(seen.out).all(|(element, seen)| element.admits(*seen))
     }
 
-    /// A row of the cache overwritten by a copy of another one, or of its neighbour.
-    pub fn rows_overwritten(&self, count: usize) -> Tried {
-        let tokens = self.sight.visible as u64;
+    /// A row of the cache overwritten by a copy of any other one, or of the row beside it on the same rank, which is always
+    /// named.
+    pub fn rows_overwritten(&self, count: usize, beside: bool) -> Tried {
+        let (layout, tokens) = (*self.code.layout(), self.sight.visible);
         self.draws(count, 3, |draw| {
-            let lost = draw.below(tokens) as usize;
-            let other = if draw.below(2) == 0 { lost ^ 1 } else { draw.below(tokens) as usize };
-            let counted = if other == lost { (lost + 1) % tokens as usize } else { other % tokens as usize };
-            if counted == lost {
+            let lost = draw.below(tokens as u64) as usize;
+            let rank = layout.owner(lost);
+            let neighbour = layout.global_position(layout.local_index(lost) ^ 1, rank);
+            let counted = if beside { neighbour } else { draw.below(tokens as u64) as usize };
+            if counted == lost || counted >= tokens {
                 return Tried::default();
             }
-            let rank = self.code.layout().owner(lost);
+            let [lost, counted] = [lost, counted].map(|position| Token { request: 0, position });
             let mut tally = self.right.clone();
-            tally.add(&self.code, Token { request: 0, position: lost }, rank, -1);
-            tally.add(&self.code, Token { request: 0, position: counted }, rank, 1);
-            let (lost, counted) =
-                (Token { request: 0, position: lost }, Token { request: 0, position: counted });
-            Tried::of(self.decode(&tally, false), |found| {
-                matches!(found, Attribution::Exchanged { lost: a, counted: b, .. } if (*a, *b) == (lost, counted))
-            })
+            tally.add(&self.code, lost, rank, -1);
+            tally.add(&self.code, counted, rank, 1);
+            Tried::of(
+                self.decode(&tally, false),
+                |found| matches!(found, Attribution::Exchanged { lost: a, counted: b, .. } if (*a, *b) == (lost, counted)),
+            )
         })
     }
 
