@@ -6,6 +6,7 @@ mod equal;
 mod general;
 mod layout;
 mod merge;
+mod probe;
 mod rules;
 mod segments;
 mod sequence;
@@ -56,6 +57,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         layout::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
+        probe::PROPERTIES,
         context::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,

@@ -26,5 +26,5 @@ pub use code::{Bit, Bits, Code, Sign, Space, Token};
 pub use decode::{Decoder, Seen};
 pub use expectation::{Element, Expectation, Rounding};
 pub use plain::plain_row;
-pub use select::{KeySelect, SelectError, Selector};
+pub use select::{Gate, KeySelect, SelectError, Selector};
 pub use tally::Tally;

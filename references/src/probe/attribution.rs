@@ -92,7 +92,7 @@ pub enum Attribution {
         /// Tokens that count more often than they should, and how often too many.
         extra: Vec<(Token, usize)>,
     },
-    /// The output is NaN or infinite: a slot was read that nobody has written.
+    /// The output is NaN or infinite.
     NotFinite,
     /// No set that was tried has these sums.
     Unexplained {
@@ -323,7 +323,7 @@ impl Attribution {
                 )
             }
             Self::WrongSet { lost, extra } => set_words(code, sight, lost, extra),
-            Self::NotFinite => "is not finite: it reads a slot that nobody has written".to_owned(),
+            Self::NotFinite => "is NaN or infinite, although all its values are finite".to_owned(),
             Self::Unexplained { tokens: Some(tokens) } => format!(
                 "counts {tokens} tokens where it has to see {}, and not the right ones",
                 sight.visible

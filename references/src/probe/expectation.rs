@@ -12,22 +12,28 @@ use crate::bound::{TINY32, U32, gamma, interval};
 pub struct Rounding<'a> {
     contract: &'a Contract,
     half_ulp: HalfUlp,
-    exact_sums: bool,
+    unit: f64,
     largest_score: f64,
 }
 
 impl<'a> Rounding<'a> {
-    /// For values that are whole multiples of a power of two, so that every sum of fewer than 2^24 of them is exact.
+    /// For values of −1, 0 and 1.
     pub fn of(contract: &'a Contract) -> Self {
         let half_ulp = HalfUlp::of(contract.partial);
-        Self { contract, half_ulp, exact_sums: true, largest_score: 0.0 }
+        Self { contract, half_ulp, unit: 1.0, largest_score: 0.0 }
     }
 
-    /// For values whose common factor is no power of two: then sums round as the contract says.
+    /// For values that are multiples of `unit`. Sums of fewer than 2^24 of them are exact where it is a power of two, and
+    /// round as the contract says where it is not.
     #[must_use]
-    pub fn with_inexact_sums(mut self) -> Self {
-        self.exact_sums = false;
+    pub fn with_unit(mut self, unit: f64) -> Self {
+        self.unit = unit;
         self
+    }
+
+    fn has_exact_sums(&self) -> bool {
+        // no fraction bit is set
+        self.unit.to_bits() << 12 == 0
     }
 
     /// For rows whose equal scores are up to `score` in magnitude instead of zero.
@@ -42,7 +48,7 @@ impl<'a> Rounding<'a> {
         self.contract
     }
 
-    /// What one element may come out as, `(low, high)`, from the tokens and the sum of each rank, with its exact value.
+    /// What one element may come out as, in units, from the tokens and the sum of each rank.
     ///
     /// The terms are those of the certified bound, for probabilities of exactly 1 and scores that are equal, so that only
     /// the division, the partials' rounding, the merge weights and the merge remain (E3 to E5 and the last rounding).
@@ -52,7 +58,7 @@ impl<'a> Rounding<'a> {
             return Element { exact: 0.0, low: 0.0, high: 0.0 };
         }
         let (contract, world) = (self.contract, counts.len());
-        let exact = (0..world).map(&sum).sum::<i64>() as f64 / total as f64;
+        let exact = (0..world).map(&sum).sum::<i64>() as f64 * self.unit / total as f64;
         let mut parts = Vec::with_capacity(world);
         for (rank, count) in counts.iter().enumerate() {
             parts.push(self.contribution(*count, sum(rank), total));
@@ -69,23 +75,23 @@ impl<'a> Rounding<'a> {
                 + (exact.abs() + pre) * (2.0 * eta).exp_m1();
         }
         let (low, high) = interval(exact, pre, contract.output);
-        Element { exact, low, high }
+        Element { exact: exact / self.unit, low: low / self.unit, high: high / self.unit }
     }
 
     fn contribution(&self, count: i64, sum: i64, total: i64) -> Contribution {
         if count <= 0 {
             return Contribution { weight: 0.0, out: 0.0, pre: 0.0 };
         }
-        let out = sum as f64 / count as f64;
+        let out = sum as f64 * self.unit / count as f64;
         let mut relative = 3.0 * U32;
         if !self.contract.exact_max {
             // a lazily updated maximum leaves a common probability other than 1
             relative += self.contract.u_p();
         }
         let mut pre = relative * out.abs();
-        if !self.exact_sums {
+        if !self.has_exact_sums() {
             let depth = self.contract.depth_for(count as usize);
-            pre += gamma(depth, self.contract.u_acc) + gamma(depth, U32);
+            pre += self.unit * (gamma(depth, self.contract.u_acc) + gamma(depth, U32));
         }
         Contribution { weight: count as f64 / total as f64, out, pre }
     }
@@ -211,9 +217,24 @@ mod tests {
     }
 
     #[test]
-    fn values_with_a_factor_that_is_no_power_of_two_are_allowed_more() {
+    fn a_unit_that_is_no_power_of_two_is_allowed_more_and_one_that_is_just_the_same() {
         let contract = Contract::bf16_default(Merge::A2a);
-        let of = |rounding: Rounding| rounding.element(&[500, 500], |_| 0, 6.9).high;
-        assert!(of(Rounding::of(&contract).with_inexact_sums()) > of(Rounding::of(&contract)));
+        let of =
+            |unit: f64, sum: i64| Rounding::of(&contract).with_unit(unit).element(&[500, 500], |_| sum, 6.9);
+        assert!(of(0.02, 0).high > of(1.0, 0).high);
+        assert_eq!(of(0.25, 3), of(1.0, 3));
+    }
+
+    #[test]
+    fn an_interval_ends_on_numbers_of_the_format_that_the_unit_leads_to() {
+        let contract = Contract::bf16_default(Merge::A2a);
+        let unit = 0.03;
+        let element = Rounding::of(&contract).with_unit(unit).element(&[3, 4], |_| 1, 1.9);
+        for end in [element.low, element.high] {
+            let output = end * unit;
+            let rounded = shardcheck_formats::codec::round(contract.output, output);
+            assert!((output - rounded).abs() <= 1e-15, "{output}");
+        }
+        assert!(element.tolerance(7) > 0.0 && element.tolerance(7) < 0.1);
     }
 }

@@ -45,15 +45,69 @@ pub enum SelectError {
     },
 }
 
+/// One column or more of a key that let a token through or shut it out.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Gate {
+    columns: usize,
+    key: f64,
+    query: f64,
+    gap: f64,
+}
+
+impl Gate {
+    /// A gate of at most `width` columns, for a cache of `dtype` that multiplies its codes by `kv_scale`.
+    ///
+    /// # Errors
+    /// [`SelectError`].
+    pub fn new(width: usize, dtype: Dtype, kv_scale: f64, softmax_scale: f64) -> Result<Self, SelectError> {
+        if width == 0 {
+            return Err(SelectError::NoColumn);
+        }
+        let narrow = dtype == Dtype::E4m3fnuz;
+        let (mut key, mut query) = if narrow { (32.0, 128.0) } else { (16.0, 256.0) };
+        let largest = LARGEST_KEY.min(dtype.max_finite());
+        let mut columns = 1;
+        let gap =
+            |key: f64, query: f64, columns: usize| key * kv_scale * query * softmax_scale * columns as f64;
+        while gap(key, query, columns) < 1.1 * UNDERFLOW {
+            if 2.0 * key <= largest {
+                key *= 2.0;
+            } else if columns < width {
+                columns += 1;
+            } else if 2.0 * query <= LARGEST_QUERY {
+                query *= 2.0;
+            } else {
+                return Err(SelectError::NarrowGap { gap: gap(key, query, columns) });
+            }
+        }
+        Ok(Self { columns, key, query, gap: gap(key, query, columns) })
+    }
+
+    /// Columns of a key's spare part, as codes of the cache: open for a token or shut.
+    ///
+    /// # Panics
+    /// `out` has fewer columns than were promised.
+    pub fn key(&self, open: bool, out: &mut [f32]) {
+        out.fill(0.0);
+        out[..self.columns].fill(if open { 0.0 } else { -self.key as f32 });
+    }
+
+    /// Columns of the query that goes through open tokens alone, which score 0.
+    ///
+    /// # Panics
+    /// As [`Self::key`].
+    pub fn query(&self, out: &mut [f32]) {
+        out.fill(0.0);
+        out[..self.columns].fill(self.query as f32);
+    }
+}
+
 /// Keys and queries that select by bits of a token's place.
 #[derive(Debug, Clone, PartialEq)]
 pub struct KeySelect {
     bits: Vec<Bit>,
     width: usize,
-    columns: usize,
-    key: f64,
-    query: f64,
-    gap: f64,
+    gate: Gate,
 }
 
 impl KeySelect {
@@ -69,38 +123,20 @@ impl KeySelect {
         kv_scale: f64,
         softmax_scale: f64,
     ) -> Result<Self, SelectError> {
-        if width == 0 {
-            return Err(SelectError::NoColumn);
-        }
-        let narrow = dtype == Dtype::E4m3fnuz;
-        let (mut key, mut query) = if narrow { (32.0, 128.0) } else { (16.0, 256.0) };
-        let largest = LARGEST_KEY.min(dtype.max_finite());
-        let mut columns = 1;
-        let gap =
-            |key: f64, query: f64, columns: usize| key * kv_scale * query * softmax_scale * columns as f64;
-        while gap(key, query, columns) < 1.1 * UNDERFLOW {
-            if 2.0 * key <= largest {
-                key *= 2.0;
-            } else if (columns + 1) * bits.len() <= width {
-                columns += 1;
-            } else if 2.0 * query <= LARGEST_QUERY {
-                query *= 2.0;
-            } else {
-                return Err(SelectError::NarrowGap { gap: gap(key, query, columns) });
-            }
-        }
-        let gap = gap(key, query, columns);
-        Ok(Self { bits, width, columns, key, query, gap })
+        // columns are spent on a wider gap only where each bit still has its own
+        let spare = (width / bits.len().max(1)).max(usize::from(width > 0));
+        let gate = Gate::new(spare, dtype, kv_scale, softmax_scale)?;
+        Ok(Self { bits, width, gate })
     }
 
     /// Score by which a chosen token exceeds one that differs in one bit.
     pub fn gap(&self) -> f64 {
-        self.gap
+        self.gate.gap
     }
 
     /// Bits that one launch selects by.
     fn bits_a_launch(&self) -> usize {
-        (self.width / self.columns).min(self.bits.len().max(1))
+        (self.width / self.gate.columns).min(self.bits.len().max(1))
     }
 
     /// Launches that all bits need, since a key has room for some of them.
@@ -127,9 +163,10 @@ impl KeySelect {
     /// `out` has fewer columns than were promised.
     pub fn key(&self, code: &Code, token: Token, launch: usize, out: &mut [f32]) {
         out.fill(0.0);
-        for (bit, columns) in self.bits_of(launch).iter().zip(out[..self.width].chunks_mut(self.columns)) {
+        for (bit, columns) in self.bits_of(launch).iter().zip(out[..self.width].chunks_mut(self.gate.columns))
+        {
             if !code.bit(*bit, token) {
-                columns.fill(-self.key as f32);
+                columns.fill(-self.gate.key as f32);
             }
         }
     }
@@ -141,9 +178,9 @@ impl KeySelect {
     pub fn query(&self, selector: Selector, launch: usize, out: &mut [f32]) {
         out.fill(0.0);
         let place = self.bits_of(launch).iter().position(|bit| *bit == selector.bit);
-        let first = place.expect("a selector of this launch") * self.columns;
-        let query = if selector.set { self.query } else { -self.query };
-        out[first..first + self.columns].fill(query as f32);
+        let first = place.expect("a selector of this launch") * self.gate.columns;
+        let query = if selector.set { self.gate.query } else { -self.gate.query };
+        out[first..first + self.gate.columns].fill(query as f32);
     }
 
     /// Whether one launch has all bits, so that a single token can be picked.
@@ -158,14 +195,13 @@ impl KeySelect {
     pub fn needle(&self, code: &Code, token: Token, out: &mut [f32]) {
         assert!(self.can_pick(), "a needle needs a column for every bit");
         out.fill(0.0);
-        for (bit, columns) in self.bits.iter().zip(out.chunks_mut(self.columns)) {
-            columns.fill(if code.bit(*bit, token) { self.query as f32 } else { -self.query as f32 });
+        for (bit, columns) in self.bits.iter().zip(out.chunks_mut(self.gate.columns)) {
+            columns.fill(if code.bit(*bit, token) {
+                self.gate.query as f32
+            } else {
+                -self.gate.query as f32
+            });
         }
-    }
-
-    /// Largest magnitude of a score in selection.
-    pub fn largest_score(&self) -> f64 {
-        self.gap
     }
 
     /// Tokens that a selector lets through of the first `visible` of a request, and their common score. Where no token is
@@ -174,10 +210,10 @@ impl KeySelect {
         let mut half = Tally::nothing(code);
         half.add_half(code, sight.request, sight.visible, (selector.bit.mask(), selector.set), 1);
         match (half.tokens(), selector.set) {
-            (0, true) => (Tally::prefix(code, sight.request, sight.visible), -self.gap),
+            (0, true) => (Tally::prefix(code, sight.request, sight.visible), -self.gate.gap),
             (0, false) => (Tally::prefix(code, sight.request, sight.visible), 0.0),
             (_, true) => (half, 0.0),
-            (_, false) => (half, self.gap),
+            (_, false) => (half, self.gate.gap),
         }
     }
 
@@ -187,11 +223,12 @@ impl KeySelect {
         code: &Code,
         selector: Selector,
         sight: Sight,
+        dims: usize,
         rounding: &Rounding,
     ) -> Expectation {
         let (tally, score) = self.chosen(code, selector, sight);
-        let rounding = rounding.with_scores_up_to(self.largest_score());
-        let mut expectation = Expectation::of(&tally, code.dims(), &rounding);
+        let rounding = rounding.with_scores_up_to(self.gap());
+        let mut expectation = Expectation::of(&tally, dims, &rounding);
         expectation.lse += score;
         expectation.lse_bound = rounding.lse_bound(tally.tokens(), score);
         expectation
@@ -296,15 +333,15 @@ mod tests {
         for dtype in [Dtype::Bf16, Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2] {
             let bits = code(2).token_bits();
             let select = KeySelect::new(bits, 12, dtype, 0.02, 0.25).unwrap();
-            let held = shardcheck_formats::codec::round(dtype, select.key);
-            assert_eq!(held, select.key, "{dtype}");
+            let held = shardcheck_formats::codec::round(dtype, select.gate.key);
+            assert_eq!(held, select.gate.key, "{dtype}");
             assert!(select.gap() >= 104.0);
             if dtype == Dtype::E4m3fnuz {
-                assert!(select.query <= 240.0 || select.key == 128.0);
+                assert!(select.gate.query <= 240.0 || select.gate.key == 128.0);
             }
         }
         let fnuz = KeySelect::new(code(2).token_bits(), 12, Dtype::E4m3fnuz, 1.0, 0.1).unwrap();
-        assert_eq!((fnuz.key, fnuz.query), (32.0, 128.0));
+        assert_eq!((fnuz.gate.key, fnuz.gate.query), (32.0, 128.0));
     }
 
     #[test]

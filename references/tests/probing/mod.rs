@@ -225,7 +225,8 @@ impl Setting {
             let mut differences = Vec::new();
             for selector in (0..select.launches()).flat_map(|launch| select.selectors(launch)) {
                 let (right, _) = select.chosen(&self.code, selector, self.sight);
-                let expected = select.expectation(&self.code, selector, self.sight, &rounding);
+                let expected =
+                    select.expectation(&self.code, selector, self.sight, self.code.dims(), &rounding);
                 let mut seen = right.clone();
                 for (slot, key) in [(pair[0], pair[1]), (pair[1], pair[0])] {
                     let rank = self.code.layout().owner(slot.position);
