@@ -1,5 +1,6 @@
 //! The harness: select → run → judge → explain → report.
 
+mod attribute;
 pub mod cli;
 pub mod commands;
 pub mod diff;
@@ -18,6 +19,7 @@ pub mod material;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;
+pub mod probing;
 pub mod properties;
 pub mod record;
 pub mod recording;
