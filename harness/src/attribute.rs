@@ -34,7 +34,6 @@ pub(crate) fn sentences(laboratory: &Laboratory) -> Vec<String> {
 
 /// A row that does not see its tokens.
 pub(crate) struct Attributed {
-    pub attribution: Attribution,
     pub sentence: String,
 }
 
@@ -79,7 +78,7 @@ pub(crate) fn read(bench: &Bench, reading: &Reading) -> Vec<Attributed> {
             if right_somewhere {
                 sentence.push_str(" (on some heads; on others it sees its own)");
             }
-            Attributed { attribution, sentence }
+            Attributed { sentence }
         })
         .collect()
 }
