@@ -170,7 +170,7 @@ impl<'a> Bench<'a> {
     /// The case with keys, values and queries of a probe; an up-projection becomes the identity.
     ///
     /// # Errors
-    /// As [`AttentionMaterial::with_inputs`].
+    /// [`Halt::Inconclusive`] when the case contradicts itself.
     pub fn with(
         &self,
         content: &Content,
