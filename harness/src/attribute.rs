@@ -12,147 +12,157 @@ const MOST_GROUPS: usize = 640;
 
 /// What is wrong with the rows of a case, a sentence each; that nothing is, where their tokens are right.
 pub(crate) fn sentences(laboratory: &Laboratory) -> Vec<String> {
-    match attributed(laboratory) {
+    let read_rows = || {
+        let bench = Bench::new(laboratory)?;
+        let reading = bench.tokens()?;
+        Ok(read(&bench, &reading))
+    };
+    let lines = match read_rows() {
         Ok(rows) if rows.is_empty() => {
-            vec!["tokens: every row counts its own tokens, each once, when values spell them".to_owned()]
+            vec!["every row counts its own tokens, each once, when values spell them".to_owned()]
         }
-        Ok(rows) => {
-            let mut lines: Vec<String> =
-                rows.iter().take(MOST_SENTENCES).map(|row| format!("tokens: {}", row.sentence)).collect();
-            if rows.len() > MOST_SENTENCES {
-                lines.push(format!("tokens: {} more rows", rows.len() - MOST_SENTENCES));
-            }
-            lines
-        }
+        Ok(rows) => rows,
         Err(Halt::Engine(status, text)) => {
-            vec![format!("tokens: not read, the engine ended with {}: {text}", status.name())]
+            vec![format!("not read, the engine ended with {}: {text}", status.name())]
         }
-        Err(Halt::Unsupported(why) | Halt::Inconclusive(why)) => vec![format!("tokens: not read: {why}")],
-        Err(Halt::Broken(failure)) => vec![format!("tokens: not read: {}", failure.headline)],
+        Err(Halt::Unsupported(why) | Halt::Inconclusive(why)) => vec![format!("not read: {why}")],
+        Err(Halt::Broken(failure)) => vec![format!("not read: {}", failure.headline)],
+    };
+    let more = lines.len().saturating_sub(MOST_SENTENCES);
+    let mut lines: Vec<String> =
+        lines.into_iter().take(MOST_SENTENCES).map(|line| format!("tokens: {line}")).collect();
+    if more > 0 {
+        lines.push(format!("tokens: {more} more rows"));
     }
+    lines
 }
 
 /// A row that does not see its tokens.
-pub(crate) struct Attributed {
-    pub sentence: String,
+struct Wrong {
+    row: usize,
+    sight: Sight,
+    attribution: Attribution,
+    /// Whether some head of the row does.
+    right_somewhere: bool,
 }
 
-fn attributed(laboratory: &Laboratory) -> Result<Vec<Attributed>, Halt> {
-    let bench = Bench::new(laboratory)?;
-    let reading = bench.tokens()?;
-    Ok(read(&bench, &reading))
+/// A sentence for each row of a P1 reading that does not see its tokens.
+pub(crate) fn read(bench: &Bench, reading: &Reading) -> Vec<String> {
+    let mut rows = wrong_rows(bench, reading);
+    let unexplained = |wrong: &Wrong| wrong.attribution.kind() == AttributionKind::Unexplained;
+    if let Some(request) = rows.iter().find(|wrong| unexplained(wrong)).map(|wrong| wrong.sight.request) {
+        // a second reading that fails leaves what the first one gave
+        let counted = count_tokens(bench, request).unwrap_or_default();
+        for wrong in rows.iter_mut().filter(|wrong| unexplained(wrong) && wrong.sight.request == request) {
+            if let Some(set) = counted.get(wrong.row).and_then(|counts| wrong_set(counts, wrong.sight)) {
+                wrong.attribution = set;
+            }
+        }
+    }
+    let sentence = |wrong: &Wrong| {
+        let mut sentence = wrong.attribution.sentence(&bench.code, wrong.sight);
+        if wrong.right_somewhere {
+            sentence.push_str(" (on some heads; on others it sees its own)");
+        }
+        sentence
+    };
+    rows.iter().map(sentence).collect()
 }
 
-/// Rows of a P1 reading that do not see their tokens.
-pub(crate) fn read(bench: &Bench, reading: &Reading) -> Vec<Attributed> {
+fn wrong_rows(bench: &Bench, reading: &Reading) -> Vec<Wrong> {
     let tables = bench.tables();
     let decoder = bench.decoder(&tables);
     let mut rows = Vec::new();
     for (row, sight) in bench.sights.iter().enumerate() {
         let Some(sight) = *sight else { continue };
         let right = Tally::prefix(&bench.code, sight.request, sight.visible);
-        let states: Vec<usize> =
-            (0..reading.states()).filter(|state| reading.row_of(*state) == row).collect();
         // heads see the same tokens: outputs that are alike are read once
         let mut known: Vec<(usize, Option<Attribution>)> = Vec::new();
-        for state in &states {
-            let alike = |(other, _): &&(usize, Option<Attribution>)| {
-                reading.state(*other) == reading.state(*state) && reading.lse[*other] == reading.lse[*state]
+        for state in (0..reading.states()).filter(|state| reading.row_of(*state) == row) {
+            let alike = |(other, _): &(usize, Option<Attribution>)| {
+                reading.state(*other) == reading.state(state) && reading.lse[*other] == reading.lse[state]
             };
-            if known.iter().find(alike).is_none() {
-                known.push((*state, decoder.decode_against(sight, &right, &reading.seen(*state))));
+            if !known.iter().any(alike) {
+                known.push((state, decoder.decode_against(sight, &right, &reading.seen(state))));
             }
         }
         let right_somewhere = known.iter().any(|(_, attribution)| attribution.is_none());
-        if let Some((_, Some(attribution))) = known.iter().find(|(_, attribution)| attribution.is_some()) {
-            rows.push((sight, attribution.clone(), right_somewhere));
+        if let Some(attribution) = known.into_iter().find_map(|(_, attribution)| attribution) {
+            rows.push(Wrong { row, sight, attribution, right_somewhere });
         }
     }
-    let refined = refine(bench, &mut rows);
-    if let Err(Halt::Engine(..)) = refined {
-        // the first reading stands
-    }
-    rows.into_iter()
-        .map(|(sight, attribution, right_somewhere)| {
-            let mut sentence = attribution.sentence(&bench.code, sight);
-            if right_somewhere {
-                sentence.push_str(" (on some heads; on others it sees its own)");
-            }
-            Attributed { sentence }
-        })
-        .collect()
+    rows
 }
 
 /// What one dimension of a reading token by token counts.
+#[derive(Clone, Copy)]
 enum Group {
     Token(Token),
     Request(usize),
     Block(usize),
 }
 
-/// Reads rows of the first request with an unexplained row token by token, where it is short enough.
-fn refine(bench: &Bench, rows: &mut [(Sight, Attribution, bool)]) -> Result<(), Halt> {
-    let unexplained = |attribution: &Attribution| attribution.kind() == AttributionKind::Unexplained;
-    let Some(request) = rows.iter().find(|row| unexplained(&row.1)).map(|row| row.0.request) else {
-        return Ok(());
-    };
-    let (code, span) = (&bench.code, bench.code.layout().virtual_block_tokens());
-    let padded = bench.material.case.workload.requests[request].seq_len().div_ceil(span) * span;
+/// Reads the rows of a request token by token, where it is short enough: of each row of the batch, how often each token
+/// counts. Tokens of other requests and free slots are looked at one by one only where some count at all.
+fn count_tokens(bench: &Bench, request: usize) -> Result<Vec<Vec<(Token, usize)>>, Halt> {
     let requests = bench.material.case.workload.requests.len();
-    let mut groups: Vec<Group> =
-        (0..padded).map(|position| Group::Token(Token { request, position })).collect();
+    let mut groups = of_request(bench, request);
     groups.extend((0..requests).filter(|other| *other != request).map(Group::Request));
-    groups.extend((0..code.space().blocks).map(Group::Block));
-    if groups.len() > MOST_GROUPS {
-        return Ok(());
-    }
+    groups.extend((0..bench.code.space().blocks).map(Group::Block));
     let counts = count(bench, &groups)?;
-    // whatever is foreign is named in a second reading
-    let mut foreign: Vec<Group> = Vec::new();
-    for (index, group) in groups.iter().enumerate() {
-        let counted = counts.iter().any(|state| state.get(index).is_some_and(|count| *count > 0));
-        match group {
-            Group::Request(other) if counted => foreign.extend(
-                (0..bench.material.case.workload.requests[*other].seq_len().div_ceil(span) * span)
-                    .map(|position| Group::Token(Token { request: *other, position })),
-            ),
-            Group::Block(block) if counted => foreign.extend(
-                (0..code.layout().world())
-                    .flat_map(|rank| (0..code.layout().block()).map(move |offset| (rank, offset)))
-                    .map(|(rank, offset)| Group::Token(code.slot(rank, *block, offset))),
-            ),
-            _ => {}
-        }
-    }
-    if foreign.len() > MOST_GROUPS {
-        return Ok(());
-    }
-    let others = if foreign.is_empty() { Vec::new() } else { count(bench, &foreign)? };
-    for (row, sight) in bench.sights.iter().enumerate() {
-        let Some(at) = rows.iter().position(|(other, attribution, _)| {
-            Some(*other) == *sight && other.request == request && unexplained(attribution)
-        }) else {
-            continue;
-        };
-        let seen = |counts: &[Vec<usize>], groups: &[Group]| -> Vec<(Token, usize)> {
-            let tokens = groups.iter().zip(counts.get(row).into_iter().flatten());
-            let single = tokens.filter_map(|(group, count)| match group {
-                Group::Token(token) => Some((*token, *count)),
-                _ => None,
-            });
-            single.collect()
-        };
-        let mut counted = seen(&counts, &groups);
-        counted.extend(seen(&others, &foreign));
-        if let Some(set) = wrong_set(&counted, rows[at].0) {
-            rows[at].1 = set;
-        }
-    }
-    Ok(())
+    let counted = |index: usize| counts.iter().any(|row| row.get(index).is_some_and(|count| *count > 0));
+    let foreign: Vec<Group> = groups
+        .iter()
+        .enumerate()
+        .filter(|(index, _)| counted(*index))
+        .flat_map(|(_, group)| match group {
+            Group::Token(_) => Vec::new(),
+            Group::Request(other) => of_request(bench, *other),
+            Group::Block(block) => of_block(bench, *block),
+        })
+        .collect();
+    let others = count(bench, &foreign)?;
+    let single = |groups: &[Group], counts: &[usize]| -> Vec<(Token, usize)> {
+        let tokens = groups.iter().zip(counts);
+        tokens.filter_map(|(group, count)| Some((group.token()?, *count))).collect()
+    };
+    let row = |index: usize| {
+        let mut tokens = single(&groups, &counts[index]);
+        tokens.extend(others.get(index).map(|counts| single(&foreign, counts)).unwrap_or_default());
+        tokens
+    };
+    Ok((0..counts.len()).map(row).collect())
 }
 
-/// How often each row counted each group, by its first state: nothing for rows that do not count in whole numbers.
+impl Group {
+    fn token(self) -> Option<Token> {
+        match self {
+            Self::Token(token) => Some(token),
+            Self::Request(_) | Self::Block(_) => None,
+        }
+    }
+}
+
+/// The positions of a request, those behind its length in its last block included.
+fn of_request(bench: &Bench, request: usize) -> Vec<Group> {
+    let span = bench.code.layout().virtual_block_tokens();
+    let tokens = bench.material.case.workload.requests[request].seq_len().div_ceil(span) * span;
+    (0..tokens).map(|position| Group::Token(Token { request, position })).collect()
+}
+
+/// The slots of a physical block on every rank.
+fn of_block(bench: &Bench, block: usize) -> Vec<Group> {
+    let layout = bench.code.layout();
+    let slots = (0..layout.world()).flat_map(|rank| (0..layout.block()).map(move |offset| (rank, offset)));
+    slots.map(|(rank, offset)| Group::Token(bench.code.slot(rank, block, offset))).collect()
+}
+
+/// How often each row counted each group, by its first state: nothing for rows that do not count in whole numbers, and for
+/// all where there are too many groups.
 fn count(bench: &Bench, groups: &[Group]) -> Result<Vec<Vec<usize>>, Halt> {
+    if groups.is_empty() || groups.len() > MOST_GROUPS {
+        return Ok(Vec::new());
+    }
     let nobody = bench.code.nobody();
     let value = |token: Token, dim: usize| {
         let counts = match &groups[dim] {
@@ -163,23 +173,19 @@ fn count(bench: &Bench, groups: &[Group]) -> Result<Vec<Vec<usize>>, Halt> {
         f32::from(u8::from(counts))
     };
     let reading = bench.launched(groups.len(), FreeSlots::Spelt, &value, &|_, _| {}, &|_, _, _| {})?;
-    Ok((0..reading.rows)
-        .map(|row| {
-            // the row on the first rank, its first head
-            let state = row * reading.heads;
-            let tokens = reading.lse[state].exp().round();
-            let counts: Vec<f64> = reading.state(state).iter().map(|share| share * tokens).collect();
-            let whole = counts.iter().all(|count| (count - count.round()).abs() < 0.3);
-            if whole {
-                counts.iter().map(|count| count.round().max(0.0) as usize).collect()
-            } else {
-                Vec::new()
-            }
-        })
-        .collect())
+    let row = |row: usize| {
+        // the row on the first rank, its first head
+        let state = row * reading.heads;
+        let tokens = reading.lse[state].exp().round();
+        let counts: Vec<f64> = reading.state(state).iter().map(|share| share * tokens).collect();
+        let whole = counts.iter().all(|count| (count - count.round()).abs() < 0.3);
+        let counts = counts.into_iter().filter(|_| whole);
+        counts.map(|count| count.round().max(0.0) as usize).collect()
+    };
+    Ok((0..reading.rows).map(row).collect())
 }
 
-/// What is missing and what is too much; `None` where nothing is.
+/// What is missing and what is too much; `None` where nothing is, or nothing was counted.
 fn wrong_set(counted: &[(Token, usize)], sight: Sight) -> Option<Attribution> {
     let own = |token: &Token| token.request == sight.request && token.position < sight.visible;
     let lost: Vec<Token> =
@@ -191,3 +197,6 @@ fn wrong_set(counted: &[(Token, usize)], sight: Sight) -> Option<Attribution> {
         .collect();
     (!lost.is_empty() || !extra.is_empty()).then_some(Attribution::WrongSet { lost, extra })
 }
+
+#[cfg(test)]
+mod tests;
