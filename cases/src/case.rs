@@ -10,7 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{Probe, Workload};
+use crate::{Probe, SequenceCase, Workload};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -31,6 +31,8 @@ pub enum Family {
     Draft,
     /// Cached context gathered in chunks, plus new tokens.
     Context,
+    /// Steps of one session.
+    Sequence,
     /// Merge of given partials over ranks.
     MergePartials,
     /// Merge of two given states.
@@ -45,7 +47,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Layout,
         Self::Write,
         Self::PackLse,
@@ -56,6 +58,7 @@ impl Family {
         Self::Verify,
         Self::Draft,
         Self::Context,
+        Self::Sequence,
         Self::Rules,
     ];
 
@@ -68,6 +71,7 @@ impl Family {
             Self::Verify => "verify",
             Self::Draft => "draft",
             Self::Context => "context",
+            Self::Sequence => "sequence",
             Self::MergePartials => "merge_partials",
             Self::MergeStates => "merge_states",
             Self::MergeSegments => "merge_segments",
@@ -76,7 +80,8 @@ impl Family {
         }
     }
 
-    /// The operation that a case of this family is about; `None` for rules, which no session answers.
+    /// The operation that a case of this family is about; `None` for sequences, which are of several, and for rules, which no
+    /// session answers.
     pub fn operation(self) -> Option<OperationKind> {
         match self {
             Self::Layout => Some(OperationKind::Layout),
@@ -89,7 +94,7 @@ impl Family {
             Self::MergeStates => Some(OperationKind::MergeStates),
             Self::MergeSegments => Some(OperationKind::MergeSegments),
             Self::PackLse => Some(OperationKind::PackLse),
-            Self::Rules => None,
+            Self::Sequence | Self::Rules => None,
         }
     }
 
@@ -284,6 +289,8 @@ pub enum Body {
     Attention(AttentionCase),
     /// Merge of given states.
     Merge(MergeCase),
+    /// Steps of one session.
+    Sequence(SequenceCase),
     /// Configuration rules.
     Rules(RuleCase),
 }
@@ -313,12 +320,18 @@ impl Case {
         Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Merge(body), seed }
     }
 
+    /// A sequence case of the current schema version.
+    pub fn sequence(body: SequenceCase, seed: u64) -> Self {
+        let family = Family::Sequence;
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Sequence(body), seed }
+    }
+
     /// A rule case of the current schema version. Nothing is drawn, so its seed is 0.
     pub fn rules(body: RuleCase) -> Self {
         Self { schema_version: CASE_SCHEMA_VERSION, family: Family::Rules, body: Body::Rules(body), seed: 0 }
     }
 
-    /// The operation that the case is about, with its parameters; `None` for rules.
+    /// The operation that the case is about, with its parameters; `None` for sequences and rules.
     pub fn operation(&self) -> Option<Operation> {
         let chunk_budget_tokens = match &self.body {
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -334,7 +347,7 @@ impl Case {
             Family::MergeStates => Operation::MergeStates,
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,
-            Family::Rules => return None,
+            Family::Sequence | Family::Rules => return None,
         })
     }
 
@@ -343,6 +356,7 @@ impl Case {
         match &self.body {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
+            Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }
     }

@@ -33,6 +33,7 @@ impl Case {
         match &self.body {
             Body::Attention(case) if self.family.is_attention() => check_attention(self.family, case),
             Body::Merge(case) if self.family.is_merge() => check_merge(self.family, case),
+            Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
                     return out_of_range(format!("rule name {:?} is empty or holds a slash", case.rule));
@@ -43,6 +44,9 @@ impl Case {
                 out_of_range(format!("family {} does not go with an attention body", self.family))
             }
             Body::Merge(_) => out_of_range(format!("family {} does not go with a merge body", self.family)),
+            Body::Sequence(_) => {
+                out_of_range(format!("family {} does not go with a sequence body", self.family))
+            }
             Body::Rules(_) => out_of_range(format!("family {} does not go with a rules body", self.family)),
         }
     }
@@ -52,7 +56,7 @@ fn out_of_range<T>(reason: String) -> Result<T, CaseError> {
     Err(CaseError::OutOfRange(reason))
 }
 
-fn check_attention(family: Family, case: &AttentionCase) -> Result<(), CaseError> {
+pub(crate) fn check_attention(family: Family, case: &AttentionCase) -> Result<(), CaseError> {
     let configuration = &case.configuration;
     check_widths(configuration.attention)?;
     configuration.check().map_err(|error| CaseError::OutOfRange(error.reason))?;

@@ -3,6 +3,7 @@
 //! ```text
 //! FAMILY/MODEL/CONFIGURATION/WORKLOAD/PROBE/SEED      attention
 //! FAMILY/STATES/PATTERN/VIEW/SEED                     merges
+//! sequence/MODEL/CONFIGURATION/NAME/STEPS/SEED        steps of one session
 //! rules/RULE_SET/RULE                                 configuration rules
 //!
 //! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.a2a.lo_hi.qrep.pbm.k16+32
@@ -11,19 +12,22 @@
 //!                not the model's
 //! workload       12+3_0+0_7+3x4.pad2.shuf.c64
 //!                context+rows of each request (x4: four alike), graph padding, block placement, chunk budget
+//! steps          p0+12,1+5.c64_d0,1.pad2_v0+4_r0-2: prefill (c: chunk budget), decode, verify, reject; b (draft block), h1=0x2
+//!                (request 1 hits two blocks of request 0), f0 (free), e0 (evict)
 //! states         w3.t4.h2.d16.bf16.a2a.hi_lo
 //! ```
 //!
-//! Without `n`, a configuration gets [`default_blocks`]; an id that a program prints always has it.
+//! Without `n`, a configuration gets [`default_blocks`], that of a sequence as many as its steps need at once; an id that a program prints always has it.
 
 use std::str::FromStr;
 
 use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
 
+use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
     AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, Placement,
-    Probe, Request, StateView, Workload, rules,
+    Request, SequenceCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -39,13 +43,18 @@ impl Case {
         let (family, seed) = (self.family, self.seed);
         match &self.body {
             Body::Attention(case) => {
-                let configuration = spell_configuration(case);
+                let configuration = spell_configuration(&case.model, &case.configuration, case.latent_output);
                 let workload = spell_workload(&case.workload);
                 format!("{family}/{}/{configuration}/{workload}/{}/{seed}", case.model, case.probe)
             }
             Body::Merge(case) => {
                 let states = spell_states(case);
                 format!("{family}/{states}/{}/{}/{seed}", case.pattern.name(), case.view.name())
+            }
+            Body::Sequence(case) => {
+                let configuration = spell_configuration(&case.model, &case.configuration, case.latent_output);
+                let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
+                format!("{family}/{model}/{configuration}/{name}/{steps}/{seed}")
             }
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
@@ -65,8 +74,23 @@ impl FromStr for Case {
             };
             let workload = read_workload(workload).map_err(fail)?;
             let probe = probe.parse().map_err(fail)?;
-            let body = read_configuration(model, configuration, workload, probe).map_err(fail)?;
+            let blocks = |virtual_block: usize| Ok(default_blocks(&workload, virtual_block));
+            let (configuration, latent_output) =
+                read_configuration(model, configuration, blocks).map_err(fail)?;
+            let body =
+                AttentionCase { model: model.to_owned(), configuration, workload, probe, latent_output };
             Self::attention(family, body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Sequence {
+            let [_, model, configuration, name, steps, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a sequence id has 6", parts.len())));
+            };
+            let steps = read_steps(steps).map_err(fail)?;
+            let blocks = |virtual_block: usize| Ok(1 + peak_blocks(&steps, virtual_block)?);
+            let (configuration, latent_output) =
+                read_configuration(model, configuration, blocks).map_err(fail)?;
+            let (name, model) = (name.to_owned(), model.to_owned());
+            let body = SequenceCase { name, model, configuration, latent_output, steps };
+            Self::sequence(body, number("seed", seed).map_err(fail)?)
         } else if family.is_merge() {
             let [_, states, pattern, view, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a merge id has 5", parts.len())));
@@ -90,10 +114,9 @@ impl FromStr for Case {
     }
 }
 
-fn spell_configuration(case: &AttentionCase) -> String {
-    let c = &case.configuration;
+fn spell_configuration(model: &str, c: &Configuration, latent_output: bool) -> String {
     let mut tokens = Vec::new();
-    let model = Model::find(&case.model);
+    let model = Model::find(model);
     if model.is_none_or(|model| model.attention(c.gathered_heads()) != c.attention) {
         tokens.push(match c.attention {
             Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim } => {
@@ -119,7 +142,7 @@ fn spell_configuration(case: &AttentionCase) -> String {
     });
     push_exchange(&mut tokens, c.comm_backend, c.lane_order);
     for (set, name) in
-        [(c.query_replication, "qrep"), (c.project_before_merge, "pbm"), (case.latent_output, "lat")]
+        [(c.query_replication, "qrep"), (c.project_before_merge, "pbm"), (latent_output, "lat")]
     {
         if set {
             tokens.push(name.to_owned());
@@ -282,12 +305,12 @@ fn read_workload(text: &str) -> Result<Workload, String> {
     Ok(Workload { requests, padded_rows, placement, chunk_budget_tokens })
 }
 
+/// The configuration and whether the output is latent; `blocks` gives their number for a virtual block where the text does not.
 fn read_configuration(
     model: &str,
     text: &str,
-    workload: Workload,
-    probe: Probe,
-) -> Result<AttentionCase, String> {
+    blocks: impl Fn(usize) -> Result<usize, String>,
+) -> Result<(Configuration, bool), String> {
     let known = Model::find(model);
     if known.is_none() && model != CUSTOM_MODEL {
         return Err(format!("unknown model {model:?}; known are {}, {CUSTOM_MODEL}", Model::names()));
@@ -303,7 +326,7 @@ fn read_configuration(
     let gathered_heads = heads_per_rank.checked_mul(dcp).ok_or("h · dcp is out of range")?;
     let virtual_block =
         block_size.checked_mul(dcp).filter(|tokens| *tokens > 0).ok_or("b · dcp is out of range")?;
-    let blocks = tokens.take_number("n").unwrap_or_else(|| default_blocks(&workload, virtual_block));
+    let blocks = tokens.take_number("n").map_or_else(|| blocks(virtual_block), Ok)?;
     let (kv_dtype, kv_scale) =
         tokens.take(read_cache_format).ok_or("the cache format is missing, such as bf16")?;
     let (comm_backend, lane_order) = tokens.take_exchange()?;
@@ -339,7 +362,7 @@ fn read_configuration(
         project_before_merge,
         kernel_head_widths,
     };
-    Ok(AttentionCase { model: model.to_owned(), configuration, workload, probe, latent_output })
+    Ok((configuration, latent_output))
 }
 
 fn read_attention(token: &str) -> Option<Attention> {

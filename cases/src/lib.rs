@@ -10,6 +10,7 @@ mod merge;
 mod models;
 mod probe;
 pub mod rules;
+mod sequence;
 mod suites;
 mod workload;
 
@@ -23,5 +24,9 @@ pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use probe::Probe;
+pub use sequence::{
+    MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn, generate_sequence,
+    peak_blocks, turns,
+};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -5,13 +5,14 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::RuleSetName;
+use shardcheck_engine::{Configuration, RuleSetName};
 use shardcheck_formats::{Counter, Dtype};
 
 use crate::axes::{Axes, Batch, Budget, Exchange, Interleave, Length, Limits, Projection};
 use crate::covering::covering;
 use crate::{
-    Body, Case, Family, MergeCase, MergePattern, Model, Placement, Probe, StateView, patterns, rules,
+    Body, Case, Family, MergeCase, MergePattern, Model, Placement, Probe, StateView, generate_sequence,
+    patterns, rules,
 };
 
 /// Most rounds of covering arrays that a part is filled from before its count is given up.
@@ -20,6 +21,8 @@ const MAX_ROUNDS: u64 = 64;
 const CASE_SEEDS: u64 = 10_000;
 /// Stream of the case seeds.
 const SEED_STREAM: u32 = 300;
+/// Stream of drawn sequences.
+const SEQUENCE_STREAM: u32 = 301;
 
 /// Names of the suites.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -98,6 +101,12 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.merge {
         part.collect(seed, &mut suite);
     }
+    for part in &file.sequence {
+        part.collect(&mut suite);
+    }
+    if let Some(part) = &file.generated {
+        part.collect(seed, &mut suite);
+    }
     for set in &file.rules {
         for rule in rules::rule_set(*set) {
             suite.cases.push(Case::rules(rule.clone()));
@@ -115,19 +124,21 @@ fn place_of(family: Family) -> usize {
 /// What an engine may compile anew for.
 fn compile_key(case: &Case) -> Vec<String> {
     match &case.body {
-        Body::Attention(body) => {
-            let c = &body.configuration;
-            let sizes = [c.dcp, c.tp, c.heads_per_rank, c.interleave, c.block_size];
-            let mut key = vec![body.model.clone()];
-            key.extend(sizes.map(|size| format!("{size:08}")));
-            key.push(format!("{} {} {:?} {:?}", c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
-            key
-        }
+        Body::Attention(body) => key_of(&body.model, &body.configuration),
+        Body::Sequence(body) => key_of(&body.model, &body.configuration),
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
         Body::Rules(_) => Vec::new(),
     }
+}
+
+fn key_of(model: &str, c: &Configuration) -> Vec<String> {
+    let sizes = [c.dcp, c.tp, c.heads_per_rank, c.interleave, c.block_size];
+    let mut key = vec![model.to_owned()];
+    key.extend(sizes.map(|size| format!("{size:08}")));
+    key.push(format!("{} {} {:?} {:?}", c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
+    key
 }
 
 /// Cases as they come, without repetition.
@@ -182,6 +193,43 @@ struct SuiteFile {
     merge: Vec<MergePart>,
     #[serde(default)]
     edge: Vec<Edge>,
+    #[serde(default)]
+    sequence: Vec<WrittenSequence>,
+    generated: Option<GeneratedSequences>,
+}
+
+/// A sequence by hand: the id up to the seed, and why it is there.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct WrittenSequence {
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers of the file"))]
+    why: String,
+    case: String,
+}
+
+impl WrittenSequence {
+    fn collect(&self, suite: &mut Collector) {
+        let id = format!("{}/0", self.case);
+        suite.add(id.parse().unwrap_or_else(|error| panic!("a suite has a sequence by hand: {error}")));
+    }
+}
+
+/// Drawn sequences.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct GeneratedSequences {
+    count: usize,
+    /// Runs of the engine in each.
+    runs: usize,
+}
+
+impl GeneratedSequences {
+    fn collect(&self, seed: u64, suite: &mut Collector) {
+        let mut counter = Counter::new(seed, SEQUENCE_STREAM);
+        for _ in 0..self.count {
+            suite.add(Case::sequence(generate_sequence(self.runs, &mut counter), 0));
+        }
+    }
 }
 
 /// A case by hand: the id up to the workload, the probes to try, and why it is there.
@@ -455,6 +503,7 @@ mod tests {
         for name in SuiteName::ALL {
             let file: SuiteFile = toml::from_str(name.text()).unwrap();
             assert!(file.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
+            assert!(file.sequence.iter().all(|sequence| sequence.why.len() > 10), "{name}");
         }
     }
 }

@@ -102,12 +102,44 @@ fn rule_ids_are_found_by_name() {
 #[test]
 fn every_family_names_the_operation_that_it_is_about() {
     let operations: Vec<OperationKind> = Family::ALL.into_iter().filter_map(Family::operation).collect();
-    assert_eq!(operations.len(), Family::ALL.len() - 1);
+    // sequences are of several, rules of none
+    assert_eq!(operations.len(), Family::ALL.len() - 2);
     for family in Family::ALL {
         assert!(!(family.is_attention() && family.is_merge()));
         assert_eq!(family.operation().is_some(), family.is_attention() || family.is_merge());
         assert_eq!(family.name().parse::<Family>().unwrap(), family);
     }
+}
+
+#[test]
+fn a_sequence_comes_back_from_its_id_and_from_its_json() {
+    let id = "sequence/tiny-mla/tp3.dcp3.h1.s2.b4.n5.bf16.a2a.hi_lo.lat/rejected/p0+9.c12_v0+4.pad4_r0-3_v0+2.pad2/7";
+    let case: Case = id.parse().unwrap();
+    assert_eq!(case.id(), id);
+    assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+    assert!(case.operation().is_none() && case.configuration().is_some());
+    // as many blocks as the steps need at once, and the null block
+    let least: Case = id.replace(".n5", "").parse().unwrap();
+    assert_eq!(least.configuration().unwrap().blocks, 3);
+}
+
+#[test]
+fn a_sequence_that_cannot_be_taken_is_refused_with_its_step() {
+    let id = |steps: &str| format!("sequence/tiny-mla/tp2.dcp2.h1.s1.b4.n3.bf16.ag_rs.lat/x/{steps}/7");
+    for (steps, expected) in [
+        ("v0+4_r0-5", "step 2"),
+        ("v0+40", "none is free"),
+        ("v0+8_h1=0x1_r0-3_v0+1", "shared block"),
+        ("d0+2", "decode has one row"),
+        ("d0+0", "query rows"),
+        ("f0", "no request 0"),
+        ("q0+1", "is no step"),
+    ] {
+        let error = id(steps).parse::<Case>().unwrap_err().to_string();
+        assert!(error.contains(expected), "{steps}: {error}");
+    }
+    let error = id("v0+4").replace("/x/", "/X y/").parse::<Case>().unwrap_err().to_string();
+    assert!(error.contains("a-z"), "{error}");
 }
 
 #[test]

@@ -13,6 +13,7 @@ use shardcheck_formats::Dtype;
 use crate::finding::{Failure, Finding, Stage};
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
+use crate::sequence::{Play, SequenceMaterial};
 use crate::status::Status;
 
 /// Why a check ends before it has compared anything.
@@ -138,6 +139,7 @@ pub struct Laboratory<'a> {
     pub material: &'a Material,
     base: OnceCell<Result<Observed, Halt>>,
     written: OnceCell<Result<Written, Halt>>,
+    played: OnceCell<Result<Play, Halt>>,
     session: RefCell<Option<Run>>,
 }
 
@@ -161,6 +163,7 @@ impl<'a> Laboratory<'a> {
             material,
             base: OnceCell::new(),
             written: OnceCell::new(),
+            played: OnceCell::new(),
             session: RefCell::new(None),
         }
     }
@@ -185,6 +188,25 @@ impl<'a> Laboratory<'a> {
             Material::Merge(material) => material,
             _ => panic!("a merge property on the case {}", self.case.id()),
         }
+    }
+
+    /// Material of a sequence.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn sequence(&self) -> &'a SequenceMaterial {
+        match self.material {
+            Material::Sequence(material) => material,
+            _ => panic!("a sequence property on the case {}", self.case.id()),
+        }
+    }
+
+    /// The session of a sequence, taken through its steps once.
+    ///
+    /// # Errors
+    /// [`Halt`] when no session can be opened.
+    pub fn played(&self) -> Result<&Play, Halt> {
+        self.played.get_or_init(|| Play::of(self.engine, self.sequence())).as_ref().map_err(Clone::clone)
     }
 
     /// The one step that the case is about, performed once: layout, attend, attend-context, or merge.
@@ -236,6 +258,7 @@ impl<'a> Laboratory<'a> {
                 let mut run = Run::open(self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
             }
+            Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
             Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),
         }
     }

@@ -28,6 +28,7 @@ mod residual;
 pub mod run;
 pub mod run_directory;
 pub mod select;
+pub mod sequence;
 pub mod status;
 pub mod store;
 pub mod summary;

@@ -14,6 +14,7 @@ use crate::event::Coverage;
 use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
 use crate::merging::MergeMaterial;
+use crate::sequence::SequenceMaterial;
 
 /// Material by kind of case.
 pub enum Material {
@@ -21,6 +22,8 @@ pub enum Material {
     Attention(Box<AttentionMaterial>),
     /// Merge of given states.
     Merge(Box<MergeMaterial>),
+    /// Steps of one session.
+    Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
     Rules,
 }
@@ -41,6 +44,8 @@ impl Material {
             }
             Body::Merge(merge) => MergeMaterial::new(case.family, merge, case.seed, profile)
                 .map(|material| Self::Merge(Box::new(material))),
+            Body::Sequence(sequence) => SequenceMaterial::new(sequence, case.seed, profile)
+                .map(|material| Self::Sequence(Box::new(material))),
             Body::Rules(_) => Ok(Self::Rules),
         }
     }
@@ -49,6 +54,7 @@ impl Material {
     pub fn coverage(&self) -> Coverage {
         match self {
             Self::Attention(material) => material.coverage(),
+            Self::Sequence(material) => material.coverage(),
             Self::Merge(_) | Self::Rules => Coverage::default(),
         }
     }
@@ -88,7 +94,7 @@ fn operation_of(family: Family) -> OperationKind {
         Family::MergeStates => OperationKind::MergeStates,
         Family::MergeSegments => OperationKind::MergeSegments,
         Family::PackLse => OperationKind::PackLse,
-        Family::Rules => OperationKind::Layout,
+        Family::Sequence | Family::Rules => OperationKind::Layout,
     }
 }
 
@@ -112,7 +118,11 @@ impl AttentionMaterial {
         Self::over(family, case, seed, profile, inputs)
     }
 
-    fn over(
+    /// Material of a case over inputs that were made elsewhere.
+    ///
+    /// # Errors
+    /// Why the case can't be judged against an engine of that profile.
+    pub(crate) fn over(
         family: Family,
         case: AttentionCase,
         seed: u64,
@@ -541,7 +551,8 @@ impl AttentionMaterial {
         words.join(", ")
     }
 
-    fn coverage(&self) -> Coverage {
+    /// What the case reaches, for the line against vacuity.
+    pub(crate) fn coverage(&self) -> Coverage {
         let rows = self.rows.iter().flatten();
         let masked = |(request, t): &&(usize, usize)| {
             self.family == Family::Verify && *t + 1 < self.case.workload.requests[*request].query_tokens

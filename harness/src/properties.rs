@@ -4,6 +4,7 @@ mod attend;
 mod context;
 mod equal;
 mod general;
+mod identity;
 mod layout;
 mod merge;
 mod probe;
@@ -64,6 +65,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         merge::PROPERTIES,
         states::PROPERTIES,
         segments::PROPERTIES,
+        identity::PROPERTIES,
         general::PROPERTIES,
         sequence::PROPERTIES,
         equal::PROPERTIES,

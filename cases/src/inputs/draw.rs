@@ -5,7 +5,7 @@ use shardcheck_formats::{Counter, Distribution, Dtype, Recipe};
 /// What is drawn; each from a stream of its own, so that one never shifts another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
-pub(super) enum Stream {
+pub(crate) enum Stream {
     Query = 1,
     Key = 2,
     Value = 3,
@@ -20,7 +20,7 @@ const REQUEST_STRIDE: u64 = 1 << 46;
 
 /// The streams of one seed.
 #[derive(Debug, Clone)]
-pub(super) struct Draw {
+pub(crate) struct Draw {
     seed: u64,
 }
 

@@ -21,10 +21,14 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 2] = [
+const CASES: [(&str, &str); 3] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
+    ),
+    (
+        "the steps of one session",
+        "sequence/tiny-mla/tp3.dcp3.h1.s2.b4.n5.bf16.a2a.hi_lo.lat/rejected/p0+9.c12_v0+4.pad4_r0-3_v0+2.pad2/7",
     ),
     ("a merge of given states", "merge_partials/w3.t4.h2.d16.bf16.a2a.hi_lo/some_empty/sliced/7"),
 ];

@@ -92,6 +92,9 @@ fn family_meaning(family: Family) -> &'static str {
         Family::Verify => "causal attention of several new rows a request, as target verification needs it",
         Family::Draft => "bidirectional attention of a draft block that is filled in one pass",
         Family::Context => "attention of new tokens over a cached context that is gathered in chunks",
+        Family::Sequence => {
+            "the steps of one session: prefill, decode, verify with rejections, drafts, prefix hits, freed blocks, graph buckets"
+        }
         Family::Rules => {
             "whether launch settings are accepted, refused, or accepted with a feature switched off"
         }

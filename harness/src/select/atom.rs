@@ -4,9 +4,9 @@ use std::fmt;
 
 use shardcheck_cases::{
     AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, Placement, Probe,
-    StateView,
+    SequenceCase, StateView,
 };
-use shardcheck_engine::{CommBackend, LaneOrder, RuleSetName};
+use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
 
 use super::Subject;
@@ -217,7 +217,7 @@ impl Axis {
             Self::Choice(axis) => axis.of(case).map(str::to_owned),
             Self::Number(axis) => axis.of(case).map(|value| value.to_string()),
             Self::Truth(axis) => axis.of(case).map(|value| value.to_string()),
-            Self::Text(TextAxis::Model) => attention(case).map(|c| c.model.clone()),
+            Self::Text(TextAxis::Model) => model(case).map(str::to_owned),
             Self::Text(_) => None,
         }
     }
@@ -271,7 +271,7 @@ impl ChoiceAxis {
         match self {
             Self::Family => Some(case.family.name()),
             Self::Probe => attention(case).map(|c| c.probe.name()),
-            Self::Kv => attention(case).map(|c| c.configuration.kv_dtype.name()),
+            Self::Kv => session(case).map(|c| c.kv_dtype.name()),
             Self::Placement => attention(case).map(|c| c.workload.placement.name()),
             Self::Dtype => merge(case).map(|c| c.dtype.name()),
             Self::Pattern => merge(case).map(|c| c.pattern.name()),
@@ -299,6 +299,7 @@ impl NumberAxis {
         let value = match &case.body {
             Body::Attention(attention) => Some(self.of_attention(attention)),
             Body::Merge(merge) => self.of_merge(case.family, merge),
+            Body::Sequence(sequence) => self.of_sequence(sequence),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -321,6 +322,18 @@ impl NumberAxis {
         }
     }
 
+    fn of_sequence(self, case: &SequenceCase) -> Option<usize> {
+        let configuration = &case.configuration;
+        match self {
+            Self::World => Some(configuration.dcp),
+            Self::Tp => Some(configuration.tp),
+            Self::Interleave => Some(configuration.interleave),
+            Self::Block => Some(configuration.block_size),
+            Self::Heads => Some(configuration.gathered_heads()),
+            _ => None,
+        }
+    }
+
     fn of_merge(self, family: Family, case: &MergeCase) -> Option<usize> {
         match self {
             Self::World => Some(case.world),
@@ -335,10 +348,15 @@ impl NumberAxis {
 impl TruthAxis {
     /// Value of a case; `None` where the axis means nothing.
     pub fn of(self, case: &Case) -> Option<bool> {
-        attention(case).map(|c| match self {
-            Self::Qrep => c.configuration.query_replication,
-            Self::Pbm => c.configuration.project_before_merge,
-            Self::Latent => c.latent_output,
+        let latent = match &case.body {
+            Body::Attention(c) => c.latent_output,
+            Body::Sequence(c) => c.latent_output,
+            Body::Merge(_) | Body::Rules(_) => return None,
+        };
+        session(case).map(|c| match self {
+            Self::Qrep => c.query_replication,
+            Self::Pbm => c.project_before_merge,
+            Self::Latent => latent,
         })
     }
 }
@@ -347,6 +365,23 @@ fn attention(case: &Case) -> Option<&AttentionCase> {
     match &case.body {
         Body::Attention(attention) => Some(attention),
         _ => None,
+    }
+}
+
+fn model(case: &Case) -> Option<&str> {
+    match &case.body {
+        Body::Attention(c) => Some(&c.model),
+        Body::Sequence(c) => Some(&c.model),
+        Body::Merge(_) | Body::Rules(_) => None,
+    }
+}
+
+/// What a case with caches opens its session with.
+fn session(case: &Case) -> Option<&Configuration> {
+    match &case.body {
+        Body::Attention(c) => Some(&c.configuration),
+        Body::Sequence(c) => Some(&c.configuration),
+        Body::Merge(_) | Body::Rules(_) => None,
     }
 }
 
@@ -359,7 +394,7 @@ fn merge(case: &Case) -> Option<&MergeCase> {
 
 fn exchange(case: &Case) -> Option<(CommBackend, LaneOrder)> {
     match &case.body {
-        Body::Attention(c) => Some((c.configuration.comm_backend, c.configuration.lane_order)),
+        Body::Attention(_) | Body::Sequence(_) => session(case).map(|c| (c.comm_backend, c.lane_order)),
         Body::Merge(c) if case.family == Family::MergePartials => Some((c.comm_backend, c.lane_order)),
         _ => None,
     }
@@ -520,7 +555,7 @@ impl Atom {
             Self::Text(axis, tests) => {
                 let text = match axis {
                     TextAxis::Id => Some(subject.id),
-                    TextAxis::Model => attention(subject.case).map(|c| c.model.as_str()),
+                    TextAxis::Model => model(subject.case),
                     TextAxis::Prop => Some(subject.property?),
                 };
                 text.is_some_and(|text| tests.iter().any(|test| test.holds(text)))

@@ -3,14 +3,15 @@
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
 use shardcheck_formats::{Dtype, round_bf16};
 
-use crate::batch::{Batch, bf16_tensor, query_rows, read_bf16};
+use crate::batch::{bf16_tensor, query_rows, read_bf16};
 use crate::cache::{KvFormat, RankCache, TokenRows, read_local_tokens};
 use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
 use crate::grid::{Grid, RowRef};
 use crate::kernel::{KvView, Scratch, attend_row};
+use crate::memory::Metadata;
 use crate::merge::{Partial, Wire, merge};
 use crate::policies::Policies;
-use crate::query::{HeadShape, select_heads};
+use crate::query::{HeadShape, rows_of_members, select_heads};
 use crate::route::Route;
 
 /// Up-projection of every head: `[heads of all ranks, value width, V]`.
@@ -49,9 +50,8 @@ struct Step<'a> {
     configuration: &'a Configuration,
     grid: Grid,
     format: KvFormat,
-    batch: &'a Batch,
-    rows: Vec<Option<RowRef>>,
-    causal: bool,
+    /// By rank.
+    metadata: &'a [Metadata],
     query: Vec<u16>,
     shape: HeadShape,
     up: Option<UpProjection>,
@@ -66,7 +66,7 @@ struct RankAttend {
     gathered: Vec<u16>,
 }
 
-/// Performs the step on all ranks.
+/// Performs the step on all ranks, each with its own metadata.
 ///
 /// # Errors
 /// As [`shardcheck_engine::Session::step`].
@@ -74,8 +74,7 @@ pub fn attend(
     configuration: &Configuration,
     caches: &[RankCache],
     inputs: &Tensors,
-    batch: &Batch,
-    causal: bool,
+    metadata: &[Metadata],
     ranks: Ranks,
     policies: &Policies,
 ) -> Result<Reply, EngineError> {
@@ -89,9 +88,7 @@ pub fn attend(
         configuration,
         grid: Grid::of(configuration),
         format: KvFormat::of(configuration),
-        batch,
-        rows: batch.row_refs(&policies.layout),
-        causal,
+        metadata,
         query: read_bf16(inputs, "query", &[rows, shape.total, dim])?,
         shape,
         up,
@@ -101,7 +98,7 @@ pub fn attend(
     let run = run_ranks(ranks, |link| step.run_rank(link, &caches[link.rank]))?;
     let heads =
         (policies.kernel.kernel_heads)(configuration.gathered_heads(), &configuration.kernel_head_widths);
-    let route = match (causal, batch.max_query_len()) {
+    let route = match (metadata[0].causal, metadata[0].batch.max_query_len()) {
         (false, _) => "draft",
         (true, 0 | 1) => "decode",
         (true, _) => "verify",
@@ -116,8 +113,9 @@ impl Step<'_> {
     fn run_rank(&self, link: &Link<'_>, cache: &RankCache) -> Result<RankAttend, Stop> {
         let policies = self.policies;
         let gathered = self.kernel_query(link)?;
-        let row_lens = self.batch.row_lens(&policies.layout, link.member, &self.grid, self.causal);
-        let latent = self.local_attention(cache, &gathered, &row_lens)?;
+        let metadata = &self.metadata[link.rank];
+        let row_lens = metadata.batch.row_lens(&policies.layout, link.member, &self.grid, metadata.causal);
+        let latent = self.local_attention(cache, metadata, &gathered, &row_lens)?;
         let partial = match &self.up {
             Some(up) if self.route.project_before_merge => {
                 let own = self.shape.own;
@@ -131,13 +129,13 @@ impl Step<'_> {
         if let Some(up) = self.up.as_ref().filter(|_| !self.route.project_before_merge) {
             merged = up.apply(&merged, |head| link.rank * self.shape.own + head);
         }
-        self.leave_unwritten(&mut merged);
+        self.leave_unwritten(metadata, &mut merged);
         Ok(RankAttend { merged, partial, row_lens, gathered })
     }
 
     /// Output buffers start as NaN; rows that nobody writes stay so.
-    fn leave_unwritten(&self, merged: &mut Partial) {
-        let written = (self.policies.session.written_rows)(merged.rows, self.batch.real_rows());
+    fn leave_unwritten(&self, metadata: &Metadata, merged: &mut Partial) {
+        let written = (self.policies.session.written_rows)(merged.rows, metadata.batch.real_rows());
         merged.out[written * merged.heads * merged.dim..].fill(f32::NAN);
         merged.lse[written * merged.heads..].fill(f32::NAN);
     }
@@ -149,11 +147,22 @@ impl Step<'_> {
             return Ok(select_heads(&self.query, self.shape, first, own * link.world));
         }
         let first = (heads.first_own_head)(link.rank, link.member, own);
-        (heads.gather)(link, select_heads(&self.query, self.shape, first, own), self.shape)
+        let selected = select_heads(&self.query, self.shape, first, own);
+        if !self.metadata[link.rank].enters_gather {
+            return Ok(rows_of_members(&selected.repeat(link.world), link.world, self.shape));
+        }
+        (heads.gather)(link, selected, self.shape)
     }
 
     /// Attention of every gathered head over this rank's tokens, rounded to bf16.
-    fn local_attention(&self, cache: &RankCache, query: &[u16], row_lens: &[usize]) -> Result<Partial, Stop> {
+    fn local_attention(
+        &self,
+        cache: &RankCache,
+        metadata: &Metadata,
+        query: &[u16],
+        row_lens: &[usize],
+    ) -> Result<Partial, Stop> {
+        let refs = metadata.batch.row_refs(&self.policies.layout);
         let (kernel, format) = (&self.policies.kernel, &self.format);
         let (rows, heads, dim) = (self.shape.rows, self.configuration.gathered_heads(), format.value_dim);
         let width = (kernel.kernel_heads)(heads, &self.configuration.kernel_head_widths);
@@ -168,9 +177,10 @@ impl Step<'_> {
         let (mut scratch, mut out, mut lse) = (Scratch::default(), vec![0.0; width * dim], vec![0.0; width]);
         let mut loaded: Option<(usize, TokenRows)> = None;
         for row in 0..rows {
-            let request = self.rows[row].map_or(0, |r| r.request);
+            let request = refs[row].map_or(0, |r| r.request);
             if row_lens[row] > 0 && loaded.as_ref().is_none_or(|(of, _)| *of != request) {
-                loaded = Some((request, self.tokens_of(cache, request, row_lens)?));
+                let count = longest(&refs, row_lens, request);
+                loaded = Some((request, self.tokens_of(cache, metadata, request, count)?));
             }
             let empty = TokenRows::default();
             let tokens = loaded.as_ref().filter(|_| row_lens[row] > 0).map_or(&empty, |(_, tokens)| tokens);
@@ -195,13 +205,16 @@ impl Step<'_> {
         Ok(partial)
     }
 
-    /// The local tokens that any row of a request sees.
-    fn tokens_of(&self, cache: &RankCache, request: usize, row_lens: &[usize]) -> Result<TokenRows, Stop> {
-        let of_request = |row: &Option<RowRef>| row.is_some_and(|r| r.request == request);
-        let lens = self.rows.iter().zip(row_lens).filter(|(row, _)| of_request(row)).map(|(_, len)| *len);
+    fn tokens_of(
+        &self,
+        cache: &RankCache,
+        metadata: &Metadata,
+        request: usize,
+        count: usize,
+    ) -> Result<TokenRows, Stop> {
         let policies = (&self.policies.layout, &self.policies.cache);
-        let count = lens.max().unwrap_or(0);
-        read_local_tokens(cache, &self.batch.table, request, count, policies, (&self.grid, &self.format))
+        let table = &metadata.batch.table;
+        read_local_tokens(cache, table, request, count, policies, (&self.grid, &self.format))
     }
 
     fn view<'t>(&self, tokens: &'t TokenRows, kv_head: usize) -> KvView<'t> {
@@ -230,4 +243,10 @@ impl Step<'_> {
             .with("gathered_query", bf16_tensor(&[ranks, rows, heads, self.shape.dim], &gathered));
         (outputs, run.collectives)
     }
+}
+
+/// Local tokens that any row of a request sees.
+fn longest(refs: &[Option<RowRef>], row_lens: &[usize], request: usize) -> usize {
+    let of_request = |row: &Option<RowRef>| row.is_some_and(|r| r.request == request);
+    refs.iter().zip(row_lens).filter(|(row, _)| of_request(row)).map(|(_, len)| *len).max().unwrap_or(0)
 }

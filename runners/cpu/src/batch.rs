@@ -39,6 +39,17 @@ impl BlockTable {
         &self.ids[request * self.width..(request + 1) * self.width]
     }
 
+    /// Replaces the entries of a request that lie in the cache by those of `entries` that do.
+    pub fn replace(&mut self, request: usize, entries: &[i64]) {
+        let (width, blocks) = (self.width, self.blocks as i64);
+        let row = &mut self.ids[request * width..(request + 1) * width];
+        for (own, other) in row.iter_mut().zip(entries) {
+            if (0..blocks).contains(own) && (0..blocks).contains(other) {
+                *own = *other;
+            }
+        }
+    }
+
     /// Block of a table entry.
     ///
     /// # Errors

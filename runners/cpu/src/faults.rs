@@ -11,6 +11,7 @@ mod layout;
 mod lse;
 mod segments;
 mod small;
+mod stale;
 mod steps;
 
 use std::fmt;
@@ -137,6 +138,7 @@ pub fn faults() -> &'static [Fault] {
             context::FAULTS,
             segments::FAULTS,
             small::FAULTS,
+            stale::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
         ]

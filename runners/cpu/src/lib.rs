@@ -18,6 +18,7 @@ mod grid;
 pub mod hostile;
 mod kernel;
 mod lanes;
+mod memory;
 mod merge;
 mod policies;
 mod profile;

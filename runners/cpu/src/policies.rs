@@ -2,11 +2,11 @@
 
 use shardcheck_engine::{Configuration, Tensors};
 
-use crate::batch::Batch;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
 use crate::grid::LayoutPolicies;
 use crate::kernel::{KernelPolicies, KvView};
+use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
@@ -20,8 +20,12 @@ pub struct SessionPolicies {
     pub admit: fn(&Configuration) -> Result<(), String>,
     /// Which features take effect: `(configuration, whether there is an up-projection)`.
     pub dispatch: fn(&Configuration, bool) -> Dispatch,
-    /// The metadata that a step runs with, given what an earlier step left behind.
-    pub recall: fn(&mut Option<Batch>, Batch) -> Batch,
+    /// The metadata that a rank runs a step with, given what earlier steps left behind.
+    pub recall: fn(&mut Memory, Metadata) -> Metadata,
+    /// The slot mapping that a rank writes with, likewise.
+    pub recall_write: fn(&mut Memory, WriteMap) -> WriteMap,
+    /// Whether a token may be written into a slot: `(memory, slot, whose token it is)`.
+    pub overwrites: fn(&mut Memory, usize, Origin) -> bool,
     /// What a step does to its inputs.
     pub touch: fn(&mut Tensors),
     /// Rows of the output that are written: `(rows, rows that are not padding)`.
@@ -33,7 +37,9 @@ impl SessionPolicies {
     pub const HEALTHY: Self = Self {
         admit: |configuration| configuration.check().map_err(|error| error.to_string()),
         dispatch,
-        recall: |_, batch| batch,
+        recall: |_, metadata| metadata,
+        recall_write: |_, map| map,
+        overwrites: |_, _, _| true,
         touch: |_| {},
         written_rows: |rows, _| rows,
     };

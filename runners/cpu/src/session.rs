@@ -11,6 +11,7 @@ use crate::cache::RankCache;
 use crate::communicator::{Ranks, panic_text};
 use crate::context::attend_context;
 use crate::derive::derive;
+use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::Policies;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::write::{load_cache, read_cache, write_kv};
@@ -20,7 +21,7 @@ pub struct CpuSession {
     configuration: Configuration,
     policies: Policies,
     caches: Vec<RankCache>,
-    earlier: Option<Batch>,
+    memories: Vec<Memory>,
     timeout: Duration,
 }
 
@@ -28,7 +29,8 @@ impl CpuSession {
     /// A session whose caches hold NaN in every slot.
     pub fn new(configuration: Configuration, policies: Policies, timeout: Duration) -> Self {
         let caches = vec![RankCache::unwritten(&configuration); configuration.tp];
-        Self { configuration, policies, caches, earlier: None, timeout }
+        let memories = vec![Memory::default(); configuration.tp];
+        Self { configuration, policies, caches, memories, timeout }
     }
 
     fn perform(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Answer<Reply>, EngineError> {
@@ -36,30 +38,35 @@ impl CpuSession {
         let blocks = configuration.blocks;
         let reply = match *operation {
             Operation::Layout => {
-                derive(configuration, &Batch::read(inputs, "seq_lens", None, blocks)?, &policies.layout)?
+                let batch = Batch::read(inputs, "seq_lens", None, blocks)?;
+                let metadata = self.recall(StepKind::Layout, &batch, true);
+                derive(&self.configuration, &metadata[0].batch, &self.policies.layout)?
             }
-            Operation::WriteKv => write_kv(configuration, &mut self.caches, inputs, policies)?,
+            Operation::WriteKv => {
+                write_kv(configuration, &mut self.caches, &mut self.memories, inputs, policies)?
+            }
             Operation::ReadCache => read_cache(configuration, &self.caches),
             Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs)?,
             Operation::Attend { mask } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;
-                let batch = (policies.session.recall)(&mut self.earlier, batch);
-                let (ranks, causal) = (self.ranks(configuration.tp), mask == Mask::Causal);
-                attend(configuration, &self.caches, inputs, &batch, causal, ranks, policies)?
+                let metadata = self.recall(StepKind::Attend, &batch, mask == Mask::Causal);
+                let ranks = self.ranks(self.configuration.tp);
+                attend(&self.configuration, &self.caches, inputs, &metadata, ranks, &self.policies)?
             }
             Operation::AttendContext { chunk_budget_tokens } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "context_lens", Some(rows), blocks)?;
-                let ranks = self.ranks(configuration.tp);
+                let metadata = self.recall(StepKind::Context, &batch, true);
+                let ranks = self.ranks(self.configuration.tp);
                 attend_context(
-                    configuration,
+                    &self.configuration,
                     &self.caches,
                     inputs,
-                    &batch,
+                    &metadata[0].batch,
                     chunk_budget_tokens,
                     ranks,
-                    policies,
+                    &self.policies,
                 )?
             }
             Operation::MergePartials => {
@@ -70,6 +77,17 @@ impl CpuSession {
             Operation::PackLse => pack_lse(configuration, inputs, policies)?,
         };
         Ok(Answer::Done(reply))
+    }
+
+    /// The metadata that each rank runs a step with.
+    fn recall(&mut self, kind: StepKind, batch: &Batch, causal: bool) -> Vec<Metadata> {
+        let (world, recall) = (self.configuration.dcp, self.policies.session.recall);
+        let of_rank = |(rank, memory): (usize, &mut Memory)| {
+            let member = rank % world;
+            let batch = batch.clone();
+            recall(memory, Metadata { kind, batch, causal, member, world, enters_gather: true })
+        };
+        self.memories.iter_mut().enumerate().map(of_rank).collect()
     }
 
     fn ranks(&self, count: usize) -> Ranks {

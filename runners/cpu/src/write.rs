@@ -8,6 +8,7 @@ use crate::cache::{KvFormat, RankCache};
 use crate::communicator::Stop;
 use crate::derive::failed;
 use crate::grid::Grid;
+use crate::memory::{Memory, Origin, WriteMap};
 use crate::policies::Policies;
 
 /// Appends tokens: every rank writes those that it owns.
@@ -17,6 +18,7 @@ use crate::policies::Policies;
 pub fn write_kv(
     configuration: &Configuration,
     caches: &mut [RankCache],
+    memories: &mut [Memory],
     inputs: &Tensors,
     policies: &Policies,
 ) -> Result<Reply, EngineError> {
@@ -31,19 +33,12 @@ pub fn write_kv(
     };
     let positions = inputs.get("positions")?.expect("positions", Dtype::I64, &[tokens])?.to_i64();
     let requests = inputs.get("requests")?.expect("requests", Dtype::I32, &[tokens])?.to_i64();
-    let batch = WriteBatch {
-        key,
-        value,
-        positions,
-        requests,
-        table: BlockTable::read(inputs, configuration.blocks)?,
-        grid: Grid::of(configuration),
-        format,
-        policies,
-    };
+    let batch = WriteBatch { key, value, grid: Grid::of(configuration), format, policies };
+    let map = WriteMap { positions, requests, table: BlockTable::read(inputs, configuration.blocks)? };
     let mut slots = Vec::with_capacity(caches.len() * tokens);
-    for (rank, cache) in caches.iter_mut().enumerate() {
-        slots.extend(batch.write_rank(rank % configuration.dcp, cache).map_err(failed)?);
+    for (rank, (cache, memory)) in caches.iter_mut().zip(memories).enumerate() {
+        let map = (policies.session.recall_write)(memory, map.clone());
+        slots.extend(batch.write_rank(&map, rank % configuration.dcp, cache, memory).map_err(failed)?);
     }
     let outputs = Tensors::new().with("slots", Tensor::from_i64(&[caches.len(), tokens], &slots));
     Ok(Reply { outputs, collectives: vec![0; caches.len()], ..Reply::default() })
@@ -52,20 +47,26 @@ pub fn write_kv(
 struct WriteBatch<'a> {
     key: Vec<f32>,
     value: Vec<f32>,
-    positions: Vec<i64>,
-    requests: Vec<i64>,
-    table: BlockTable,
     grid: Grid,
     format: KvFormat,
     policies: &'a Policies,
 }
 
 impl WriteBatch<'_> {
-    fn write_rank(&self, member: usize, cache: &mut RankCache) -> Result<Vec<i64>, Stop> {
-        (0..self.positions.len())
-            .map(|token| match self.slot(token, member)? {
-                Some(slot) => {
-                    self.write_token(token, slot, cache);
+    fn write_rank(
+        &self,
+        map: &WriteMap,
+        member: usize,
+        cache: &mut RankCache,
+        memory: &mut Memory,
+    ) -> Result<Vec<i64>, Stop> {
+        let overwrites = self.policies.session.overwrites;
+        (0..map.positions.len())
+            .map(|token| match self.slot(map, token, member)? {
+                Some((slot, origin)) => {
+                    if overwrites(memory, slot, origin) {
+                        self.write_token(token, slot, cache);
+                    }
                     Ok(slot as i64)
                 }
                 None => Ok(-1),
@@ -73,16 +74,18 @@ impl WriteBatch<'_> {
             .collect()
     }
 
-    fn slot(&self, token: usize, member: usize) -> Result<Option<usize>, Stop> {
+    /// The slot of a token on a rank, and whose token it is.
+    fn slot(&self, map: &WriteMap, token: usize, member: usize) -> Result<Option<(usize, Origin)>, Stop> {
         let (layout, cached, grid) = (&self.policies.layout, &self.policies.cache, &self.grid);
-        let Some(request) = (cached.written_request)(self.requests[token] as i32) else { return Ok(None) };
+        let Some(request) = (cached.written_request)(map.requests[token] as i32) else { return Ok(None) };
         // padding rows may carry any position; only those of a request are looked at
-        let Ok(position) = usize::try_from(self.positions[token]) else { return Ok(None) };
+        let Ok(position) = usize::try_from(map.positions[token]) else { return Ok(None) };
         if !(cached.writes)((layout.owner)(position, grid), member) {
             return Ok(None);
         }
-        let block = self.table.block(request, (layout.table_entry)(position, grid), layout)?;
-        Ok(Some(layout.slot(position, block, grid)))
+        let block = map.table.block(request, (layout.table_entry)(position, grid), layout)?;
+        let first = map.table.entries(request).first().copied().unwrap_or(-1);
+        Ok(Some((layout.slot(position, block, grid), (first, position))))
     }
 
     fn write_token(&self, token: usize, slot: usize, cache: &mut RankCache) {

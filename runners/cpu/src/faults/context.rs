@@ -62,7 +62,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "local context rows are looked up with the virtual block as page size",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#29760"],
-        killed_by: &["context.gather", "context.output", "context.state"],
+        killed_by: &["identity.rows", "context.gather", "context.output", "context.state"],
         apply: |p| p.context.page = |local, grid| (local / (grid.block * grid.world), local % grid.block),
     },
     Fault {
@@ -70,7 +70,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the rows of every request are taken from the start of each rank's part of the gather",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#32098", "vllm#26296"],
-        killed_by: &["context.gather", "context.output"],
+        killed_by: &["identity.rows", "context.gather", "context.output"],
         apply: |p| p.context.source = |at| at.member * at.sent + at.row,
     },
     Fault {

@@ -12,7 +12,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the all-to-all sends the heads of the first two ranks to each other",
         class: FaultClass::CollectiveOrder,
         bugs: &["vllm#32705"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "merge.tags"],
+        killed_by: &["identity.rows", "decode.output", "verify.output", "merge.output", "merge.tags"],
         apply: |p| {
             p.merge.sent_block = |member, world| match member {
                 0 if world > 1 => 1,
@@ -26,7 +26,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the reduce-scatter gives every rank the heads of the rank behind it",
         class: FaultClass::CollectiveOrder,
         bugs: &["sglang#20360"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "merge.tags", "equal.backend"],
+        killed_by: &[
+            "identity.rows",
+            "decode.output",
+            "verify.output",
+            "merge.output",
+            "merge.tags",
+            "equal.backend",
+        ],
         apply: |p| p.merge.scattered_block = |member, world| (member + 1) % world,
     },
     Fault {

@@ -136,7 +136,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's merged heads come out in reverse order",
         class: FaultClass::HeadLayout,
         bugs: &["vllm#26509"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "merge.tags"],
+        killed_by: &["identity.rows", "decode.output", "verify.output", "merge.output", "merge.tags"],
         apply: |p| p.merge.head_place = |head, heads| heads - 1 - head,
     },
 ];

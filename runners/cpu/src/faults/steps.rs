@@ -1,59 +1,15 @@
-//! Faults of a session: metadata of earlier steps, unwritten rows, features that do not take effect.
+//! Faults of a step as a whole: inputs that change, unwritten rows, features that do not take effect.
 
 use shardcheck_engine::{Configuration, Tensor, Tensors};
 
 use super::{Fault, FaultClass};
-use crate::batch::Batch;
 use crate::route::{Backend, Dispatch, Route, dispatch};
 
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
-        name: "lengths-of-the-first-step",
-        title: "later steps of a session run with the lengths of the first, as a graph that captured them",
-        class: FaultClass::StaleMetadata,
-        bugs: &["vllm#36070", "ATOM#2102", "vllm-ascend#10895"],
-        killed_by: &["sequence.second-step"],
-        apply: |p| {
-            p.session.recall = |earlier, batch| {
-                recalled(earlier, batch, |first, batch| Batch {
-                    seq_lens: first.seq_lens[..batch.seq_lens.len()].to_vec(),
-                    ..batch
-                })
-            }
-        },
-    },
-    Fault {
-        name: "block-table-of-the-first-step",
-        title: "later steps of a session run with the block table of the first",
-        class: FaultClass::StaleMetadata,
-        bugs: &["vllm-ascend#4221"],
-        killed_by: &["sequence.second-step"],
-        apply: |p| {
-            p.session.recall = |earlier, batch| {
-                recalled(earlier, batch, |first, batch| Batch { table: first.table.clone(), ..batch })
-            }
-        },
-    },
-    Fault {
-        name: "rows-of-the-first-step",
-        title: "later steps of a session deal their rows to requests as the first did",
-        class: FaultClass::StaleMetadata,
-        bugs: &["vllm-ascend#11072"],
-        killed_by: &["sequence.second-step"],
-        apply: |p| {
-            p.session.recall = |earlier, batch| {
-                recalled(earlier, batch, |first, batch| {
-                    let edges = &first.starts[..=batch.seq_lens.len()];
-                    let starts = edges.iter().map(|edge| (*edge).min(batch.rows as i32)).collect();
-                    Batch { starts, ..batch }
-                })
-            }
-        },
-    },
-    Fault {
         name: "lengths-counted-up-in-place",
-        title: "a step counts the lengths up in its inputs for the step after it",
-        class: FaultClass::StaleMetadata,
+        title: "a draft step counts the lengths up in its inputs for the step after it",
+        class: FaultClass::SpecDecode,
         bugs: &["vllm-ascend#7549", "ATOM#1746"],
         killed_by: &["inputs.unchanged"],
         apply: |p| p.session.touch = count_up,
@@ -131,12 +87,6 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
 ];
-
-/// The batch with something of the session's first one, where that has as many requests or more.
-fn recalled(earlier: &mut Option<Batch>, batch: Batch, mix: fn(&Batch, Batch) -> Batch) -> Batch {
-    let first = earlier.get_or_insert_with(|| batch.clone());
-    if first.seq_lens.len() >= batch.seq_lens.len() { mix(first, batch) } else { batch }
-}
 
 fn count_up(inputs: &mut Tensors) {
     for name in ["seq_lens", "context_lens"] {

@@ -2,6 +2,8 @@
 
 #![allow(dead_code)]
 
+mod sequence;
+
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
 use std::hash::{Hash, Hasher};
@@ -24,7 +26,7 @@ pub fn observe(engine: &CpuEngine) -> Seen {
     for (family, scene) in scenes() {
         battery.attend(family, &scene);
     }
-    battery.second_step();
+    battery.sequence();
     battery.given_cache();
     battery.equal_logits();
     for (scene, budget) in contexts() {
@@ -87,18 +89,14 @@ impl Battery<'_> {
         self.reply(family, &NAMES, &reply);
     }
 
-    /// Two decode steps of one session: two requests, the second time with other lengths, blocks and rows.
-    fn second_step(&mut self) {
-        let first = Scene::small(2).with(|s| s.requests = vec![(9, 2), (30, 1)]);
-        let second = first.clone().with(|s| s.requests = vec![(23, 1), (12, 2)]);
-        let mut session = first.open(self.engine);
-        let mut replies = Vec::new();
-        for scene in [first, second] {
-            let write = step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs());
-            let attend = Operation::Attend { mask: Mask::Causal };
-            replies.push(write.and_then(|_| step(session.as_mut(), &attend, &mut scene.attend_inputs())));
+    /// One session of many steps.
+    fn sequence(&mut self) {
+        for [layout, write, attend, caches] in sequence::play(self.engine) {
+            self.reply("sequence", &["local_lens"], &layout);
+            self.reply("sequence", &["slots"], &write);
+            self.reply("sequence", &["out", "lse", "row_lens", "chunk_lens"], &attend);
+            self.reply("sequence", &["key_cache"], &caches);
         }
-        self.reply("second", &["out", "lse"], &replies[1]);
     }
 
     /// Decode over caches that a healthy engine laid out.

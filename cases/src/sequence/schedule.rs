@@ -1,0 +1,374 @@
+//! The scheduler's side of a sequence: which request holds which blocks and tokens, step by step.
+//!
+//! Plain on purpose: a stack of free blocks, a count of owners for each block, a list of tokens for each request. A block
+//! that was freed last is given away first, so that stale content is met at once (vLLM `BlockPool`: a queue; the stack is the
+//! hardest order).
+
+use std::collections::BTreeMap;
+
+use shardcheck_formats::Counter;
+
+use super::{MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step};
+use crate::{AttentionCase, MAX_TOKENS, Placement, Probe, Request, Workload};
+
+/// Stream of the order in which blocks are given away at first.
+const BLOCK_STREAM: u32 = 410;
+
+/// One run of the engine, with everything that the scheduler decided for it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Turn {
+    /// Index of the step among all steps of the sequence.
+    pub step: usize,
+    /// What the engine computes.
+    pub kind: RunKind,
+    /// Number of each request of the batch.
+    pub requests: Vec<usize>,
+    /// Tokens of each request, the new ones included. A token has a number of its own: one that was rejected and the one that
+    /// takes its place differ.
+    pub tokens: Vec<Vec<u32>>,
+    /// New tokens of each request, which are the last ones.
+    pub new_tokens: Vec<usize>,
+    /// Blocks of each request, as many as its tokens need.
+    pub blocks: Vec<Vec<i32>>,
+    /// Rows by which the step is padded.
+    pub padded_rows: usize,
+    /// Workspace of one context gather in tokens.
+    pub chunk_budget_tokens: usize,
+}
+
+impl Turn {
+    /// The run as a case of a single step.
+    pub fn case(&self, sequence: &SequenceCase) -> AttentionCase {
+        let requests = self
+            .tokens
+            .iter()
+            .zip(&self.new_tokens)
+            .map(|(tokens, new)| Request { context_tokens: tokens.len() - new, query_tokens: *new });
+        let mut configuration = sequence.configuration.clone();
+        let mla = configuration.attention.is_mla();
+        if self.kind == RunKind::Prefill {
+            // the operation takes no up-projection
+            configuration.project_before_merge = false;
+        }
+        AttentionCase {
+            model: sequence.model.clone(),
+            configuration,
+            workload: Workload {
+                requests: requests.collect(),
+                padded_rows: self.padded_rows,
+                placement: Placement::Shuffled,
+                chunk_budget_tokens: self.chunk_budget_tokens,
+            },
+            probe: Probe::Gaussian,
+            latent_output: sequence.latent_output || (mla && self.kind == RunKind::Prefill),
+        }
+    }
+}
+
+/// The runs of a sequence; `seed` decides in which order blocks are given away at first.
+///
+/// # Errors
+/// The first step that can't be taken, and why.
+pub fn turns(sequence: &SequenceCase, seed: u64) -> Result<Vec<Turn>, String> {
+    let configuration = &sequence.configuration;
+    let mut free: Vec<i32> = (1..configuration.blocks as i32).collect();
+    let mut counter = Counter::new(seed, BLOCK_STREAM);
+    for last in (1..free.len()).rev() {
+        free.swap(last, counter.below(last as u64 + 1) as usize);
+    }
+    run_all(&sequence.steps, Scheduler::new(free, configuration.virtual_block_tokens()))
+}
+
+/// Blocks that the steps need at once, the null block not counted, for virtual blocks of B·W tokens.
+///
+/// # Errors
+/// As [`turns`].
+pub fn peak_blocks(steps: &[Step], virtual_block_tokens: usize) -> Result<usize, String> {
+    let mut scheduler = Scheduler::growing(virtual_block_tokens);
+    let mut peak = 0;
+    for (index, step) in steps.iter().enumerate() {
+        scheduler.take(step).map_err(|why| format!("step {}: {why}", index + 1))?;
+        peak = peak.max(scheduler.owners.values().filter(|owners| **owners > 0).count());
+    }
+    Ok(peak)
+}
+
+fn run_all(steps: &[Step], mut scheduler: Scheduler) -> Result<Vec<Turn>, String> {
+    if steps.len() > MAX_STEPS {
+        return Err(format!("{} steps; there may be {MAX_STEPS}", steps.len()));
+    }
+    let mut turns = Vec::new();
+    for (index, step) in steps.iter().enumerate() {
+        let turn = scheduler.take(step).map_err(|why| format!("step {}: {why}", index + 1))?;
+        turns.extend(turn.map(|turn| Turn { step: index, ..turn }));
+    }
+    Ok(turns)
+}
+
+/// A request that has a number.
+#[derive(Debug, Clone, Default)]
+struct Held {
+    /// Blocks, in the order of positions; those of rejected tokens stay.
+    blocks: Vec<i32>,
+    /// Tokens that were computed or, after an eviction, are to be computed again.
+    tokens: Vec<u32>,
+    /// Tokens that lie in the cache.
+    cached: usize,
+}
+
+/// Blocks and requests as they stand between two steps.
+#[derive(Debug, Clone)]
+pub(super) struct Scheduler {
+    free: Vec<i32>,
+    owners: BTreeMap<i32, usize>,
+    held: BTreeMap<usize, Held>,
+    virtual_block_tokens: usize,
+    next_token: u32,
+    /// Whether blocks are made as they are needed.
+    grows: bool,
+}
+
+impl Scheduler {
+    pub fn new(free: Vec<i32>, virtual_block_tokens: usize) -> Self {
+        Self {
+            free,
+            owners: BTreeMap::new(),
+            held: BTreeMap::new(),
+            virtual_block_tokens: virtual_block_tokens.max(1),
+            next_token: 0,
+            grows: false,
+        }
+    }
+
+    /// A scheduler that never runs out of blocks.
+    pub fn growing(virtual_block_tokens: usize) -> Self {
+        Self { grows: true, ..Self::new(Vec::new(), virtual_block_tokens) }
+    }
+
+    /// Requests and what of them lies in the cache: `(number, cached tokens)`.
+    pub fn cached(&self) -> Vec<(usize, usize)> {
+        self.held.iter().map(|(number, held)| (*number, held.cached)).collect()
+    }
+
+    /// Tokens of a request that must be computed again.
+    pub fn evicted(&self, request: usize) -> usize {
+        self.held.get(&request).map_or(0, |held| held.tokens.len() - held.cached)
+    }
+
+    /// Takes a step; a run gives its turn (whose index is for the caller to set).
+    ///
+    /// # Errors
+    /// Why it can't be taken.
+    pub fn take(&mut self, step: &Step) -> Result<Option<Turn>, String> {
+        match step {
+            Step::Run { kind, batch, padded_rows, chunk_budget_tokens } => {
+                self.run(*kind, batch, *padded_rows, *chunk_budget_tokens).map(Some)
+            }
+            Step::Reject { request, tokens } => self.reject(*request, *tokens).map(|()| None),
+            Step::Hit { request, source, blocks } => self.hit(*request, *source, *blocks).map(|()| None),
+            Step::Free { request } => {
+                let held = self.held.remove(request).ok_or_else(|| unknown(*request))?;
+                self.release(&held.blocks);
+                Ok(None)
+            }
+            Step::Evict { request } => {
+                let held = self.held.get_mut(request).ok_or_else(|| unknown(*request))?;
+                let blocks = std::mem::take(&mut held.blocks);
+                held.cached = 0;
+                self.release(&blocks);
+                Ok(None)
+            }
+        }
+    }
+
+    fn run(
+        &mut self,
+        kind: RunKind,
+        batch: &[NewTokens],
+        padded_rows: usize,
+        chunk_budget_tokens: usize,
+    ) -> Result<Turn, String> {
+        let mut turn = Turn {
+            step: 0,
+            kind,
+            requests: Vec::new(),
+            tokens: Vec::new(),
+            new_tokens: Vec::new(),
+            blocks: Vec::new(),
+            padded_rows,
+            chunk_budget_tokens,
+        };
+        if (kind == RunKind::Prefill) != (chunk_budget_tokens > 0) {
+            return Err("a prefill, and nothing else, has a chunk budget of at least one token".to_owned());
+        }
+        for NewTokens { request, tokens } in batch {
+            if turn.requests.contains(request) {
+                return Err(format!("request {request} stands twice in the batch"));
+            }
+            if *request >= MAX_SEQUENCE_REQUESTS {
+                return Err(format!("request {request}; numbers go up to {}", MAX_SEQUENCE_REQUESTS - 1));
+            }
+            self.append(*request, *tokens)?;
+            let held = &self.held[request];
+            turn.requests.push(*request);
+            turn.new_tokens.push(*tokens);
+            turn.tokens.push(held.tokens[..held.cached].to_vec());
+            turn.blocks.push(held.blocks[..held.cached.div_ceil(self.virtual_block_tokens)].to_vec());
+        }
+        Ok(turn)
+    }
+
+    fn append(&mut self, request: usize, tokens: usize) -> Result<(), String> {
+        let mut held = self.held.get(&request).cloned().unwrap_or_default();
+        let total = held.cached + tokens;
+        if total > MAX_TOKENS || self.next_token as usize + tokens > MAX_TOKENS {
+            return Err(format!("request {request} grows beyond {MAX_TOKENS} tokens"));
+        }
+        while held.blocks.len() < total.div_ceil(self.virtual_block_tokens) {
+            if self.free.is_empty() && self.grows {
+                self.free.push(self.owners.len() as i32 + 1);
+            }
+            let block = self.free.pop().ok_or_else(|| {
+                format!("request {request} needs a block and none is free: give the caches more (n)")
+            })?;
+            self.owners.insert(block, 1);
+            held.blocks.push(block);
+        }
+        for position in held.cached..total {
+            let block = held.blocks[position / self.virtual_block_tokens];
+            if self.owners[&block] > 1 {
+                return Err(format!("request {request} writes position {position} into a shared block"));
+            }
+            if position == held.tokens.len() {
+                held.tokens.push(self.next_token);
+                self.next_token += 1;
+            }
+        }
+        held.cached = total;
+        self.held.insert(request, held);
+        Ok(())
+    }
+
+    fn reject(&mut self, request: usize, tokens: usize) -> Result<(), String> {
+        let held = self.held.get_mut(&request).ok_or_else(|| unknown(request))?;
+        let Some(left) = held.cached.checked_sub(tokens).filter(|_| tokens > 0) else {
+            return Err(format!("request {request} has {} tokens and can't lose {tokens}", held.cached));
+        };
+        held.tokens.truncate(left);
+        held.cached = left;
+        Ok(())
+    }
+
+    fn hit(&mut self, request: usize, source: usize, blocks: usize) -> Result<(), String> {
+        if self.held.contains_key(&request) || request >= MAX_SEQUENCE_REQUESTS {
+            return Err(format!(
+                "request {request} exists, or its number is too large, and can't begin with a prefix"
+            ));
+        }
+        let tokens = blocks * self.virtual_block_tokens;
+        let from = self.held.get(&source).ok_or_else(|| unknown(source))?;
+        if blocks == 0 || from.cached < tokens {
+            let cached = from.cached;
+            return Err(format!("request {source} has {cached} cached tokens, not {blocks} whole blocks"));
+        }
+        let shared = Held {
+            blocks: from.blocks[..blocks].to_vec(),
+            tokens: from.tokens[..tokens].to_vec(),
+            cached: tokens,
+        };
+        shared.blocks.iter().for_each(|block| *self.owners.entry(*block).or_default() += 1);
+        self.held.insert(request, shared);
+        Ok(())
+    }
+
+    /// Takes owners from blocks; those that nobody owns any more are free, the first one on top.
+    fn release(&mut self, blocks: &[i32]) {
+        for block in blocks.iter().rev() {
+            let owners = self.owners.entry(*block).or_default();
+            *owners = owners.saturating_sub(1);
+            if *owners == 0 {
+                self.free.push(*block);
+            }
+        }
+    }
+}
+
+fn unknown(request: usize) -> String {
+    format!("there is no request {request}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::read_steps;
+    use super::*;
+
+    fn played(steps: &str, blocks: i32) -> Result<Vec<Turn>, String> {
+        run_all(&read_steps(steps).unwrap(), Scheduler::new((1..=blocks).collect(), 4))
+    }
+
+    #[test]
+    fn a_request_grows_into_new_blocks_and_keeps_its_tokens() {
+        let turns = played("p0+5.c4_d0_d0_d0_d0", 4).unwrap();
+        assert_eq!(turns[0].blocks, [[4, 3]]);
+        assert_eq!(turns[4].blocks, [[4, 3, 2]]);
+        assert_eq!(turns[4].tokens, [(0..9).collect::<Vec<u32>>()]);
+        assert_eq!(turns[4].new_tokens, [1]);
+    }
+
+    #[test]
+    fn a_rejected_token_gives_its_position_to_another_token_in_the_same_block() {
+        let turns = played("v0+4_r0-3_v0+2", 2).unwrap();
+        assert_eq!(turns[0].tokens, [[0, 1, 2, 3]]);
+        assert_eq!(turns[1].tokens, [[0, 4, 5]]);
+        assert_eq!(turns[1].blocks, turns[0].blocks);
+    }
+
+    #[test]
+    fn a_freed_block_is_the_first_to_be_given_to_the_next_request() {
+        let turns = played("v0+8_f0_v1+3", 9).unwrap();
+        assert_eq!(turns[1].blocks[0][0], turns[0].blocks[0][0]);
+        assert_eq!(turns[1].tokens, [[8, 9, 10]]);
+    }
+
+    #[test]
+    fn a_prefix_hit_shares_blocks_until_the_last_owner_goes() {
+        let turns = played("v0+9_h1=0x2_v1+1_f0_v2+4_f1_v3+4", 5).unwrap();
+        assert_eq!(turns[1].blocks[0][..2], turns[0].blocks[0][..2]);
+        assert_eq!(turns[1].tokens, [[0, 1, 2, 3, 4, 5, 6, 7, 9]]);
+        assert!(!turns[1].blocks[0].contains(&turns[2].blocks[0][0]), "shared blocks are not free yet");
+        assert!(turns[1].blocks[0].contains(&turns[3].blocks[0][0]), "now they are");
+    }
+
+    #[test]
+    fn an_evicted_request_computes_the_same_tokens_again_in_other_blocks() {
+        let turns = played("v0+6_e0_v1+5_p0+4.c8_d0_d0_d0", 9).unwrap();
+        assert_eq!(turns[2].tokens, [[0, 1, 2, 3]]);
+        assert_eq!(turns[5].tokens, [[0, 1, 2, 3, 4, 5, 11]]);
+        assert_ne!(turns[2].blocks[0][0], turns[0].blocks[0][0]);
+    }
+
+    #[test]
+    fn steps_that_cannot_be_taken_are_named_with_the_reason() {
+        for (steps, reason) in [
+            ("v0+4_r0-5", "step 2: request 0 has 4 tokens"),
+            ("v0+4_r1-1", "there is no request 1"),
+            ("v0+4_h1=0x2", "not 2 whole blocks"),
+            ("v0+4_h0=0x1", "request 0 exists"),
+            ("v0+8_h1=0x2_r0-1_d0", "shared block"),
+            ("v0+40", "none is free"),
+            ("d0,0", "stands twice"),
+            ("p0+3", "chunk budget"),
+        ] {
+            let why = played(steps, 5).unwrap_err();
+            assert!(why.contains(reason), "{steps}: {why}");
+        }
+    }
+
+    #[test]
+    fn the_peak_counts_blocks_that_are_held_at_the_same_time() {
+        let peak = |steps: &str| peak_blocks(&read_steps(steps).unwrap(), 4).unwrap();
+        assert_eq!(peak("v0+9"), 3);
+        assert_eq!(peak("v0+9_f0_v1+4_v2+4"), 3);
+        assert_eq!(peak("v0+9_h1=0x2_v1+1"), 4);
+    }
+}

@@ -1,0 +1,96 @@
+//! Sequences: what a session's steps are given and must leave behind, and what an engine was seen to do in them.
+
+mod model;
+mod play;
+
+use shardcheck_cases::{SequenceCase, Turn, turns};
+use shardcheck_engine::{OperationKind, Profile, Tensors};
+
+use crate::event::Coverage;
+use crate::material::AttentionMaterial;
+
+pub use model::{Owners, Store, Written};
+pub use play::{Play, Seen};
+
+/// Material of a sequence: its runs, in order.
+pub struct SequenceMaterial {
+    /// The case.
+    pub case: SequenceCase,
+    /// The runs of the engine.
+    pub turns: Vec<TurnMaterial>,
+}
+
+/// One run: what the engine is given, what attention must give, and what must lie in the caches behind it.
+pub struct TurnMaterial {
+    /// What the scheduler decided.
+    pub turn: Turn,
+    /// The run as a case of one step, with its oracle.
+    pub attention: AttentionMaterial,
+    /// Inputs of the write: the new tokens and the padding rows behind them.
+    pub write: Tensors,
+    /// Inputs of the layout step.
+    pub layout: Tensors,
+    /// Where each new token belongs.
+    pub written: Written,
+}
+
+impl SequenceMaterial {
+    /// Makes the material of a sequence for an engine of that profile.
+    ///
+    /// # Errors
+    /// Why the case can't be judged against such an engine.
+    pub fn new(case: &SequenceCase, seed: u64, profile: &Profile) -> Result<Self, String> {
+        if profile.operation(OperationKind::WriteKv).is_none() {
+            return Err("the engine does not declare write_kv, without which there is no sequence".to_owned());
+        }
+        let turns = turns(case, seed)?
+            .into_iter()
+            .map(|turn| TurnMaterial::new(turn, case, seed, profile))
+            .collect::<Result<_, _>>()?;
+        Ok(Self { case: case.clone(), turns })
+    }
+
+    /// A turn in words: the number of its step and the step as it stands in the id.
+    pub fn name(&self, turn: usize) -> String {
+        let step = self.turns[turn].turn.step;
+        format!("step {} ({})", step + 1, self.case.steps[step])
+    }
+
+    /// The batch of a turn in words: which request has how many tokens.
+    pub fn batch(&self, turn: usize) -> String {
+        let turn = &self.turns[turn].turn;
+        let words: Vec<String> = turn
+            .requests
+            .iter()
+            .zip(turn.tokens.iter().zip(&turn.new_tokens))
+            .map(|(request, (tokens, new))| format!("{request} ({} tokens, {new} new)", tokens.len()))
+            .collect();
+        format!("batch of requests {}", words.join(", "))
+    }
+
+    /// What the sequence reaches.
+    pub fn coverage(&self) -> Coverage {
+        let mut all = Coverage::default();
+        for turn in &self.turns {
+            let one = turn.attention.coverage();
+            all.rows += one.rows;
+            all.masked_rows += one.masked_rows;
+            all.shards += one.shards;
+            all.empty_shards += one.empty_shards;
+        }
+        all
+    }
+}
+
+impl TurnMaterial {
+    fn new(turn: Turn, case: &SequenceCase, seed: u64, profile: &Profile) -> Result<Self, String> {
+        let inputs = turn.inputs(case, seed);
+        let (write, layout) = (inputs.write_new(), inputs.layout());
+        let attention = AttentionMaterial::over(turn.kind.family(), turn.case(case), seed, profile, inputs)?;
+        let written = Written::of(&turn, &attention, profile);
+        Ok(Self { turn, attention, write, layout, written })
+    }
+}
+
+#[cfg(test)]
+mod tests;

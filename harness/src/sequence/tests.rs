@@ -1,0 +1,183 @@
+//! Sequences on the healthy engine, on engines that remember, and what single steps see of those.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use shardcheck_cases::{Body, Case, Family, Probe, Step, SuiteName, generate_sequence, suite};
+use shardcheck_cpu::{CpuEngine, Fault, FaultClass, engine, fault, faults};
+use shardcheck_engine::Engine;
+use shardcheck_formats::Counter;
+
+use super::*;
+use crate::finding::{Finding, Stage};
+use crate::laboratory::Laboratory;
+use crate::material::Material;
+use crate::properties;
+use crate::run::judge_case;
+use crate::status::Status;
+
+const REJECTED: &str =
+    "sequence/tiny-mla/tp3.dcp3.h1.s2.b4.bf16.a2a.hi_lo.lat/rejected/v0+5,1+4_v0+4,1+2.pad2_r0-3_v0+2.pad6/7";
+const REUSED: &str =
+    "sequence/tiny-gqa/tp3.dcp3.h1.s1.b4.e4m3fn@0.5.ag_rs/reused/p0+13,1+5.c25_f0_v1+9_d1.pad3/7";
+const FORK: &str =
+    "sequence/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.ag_rs.lat/fork/p0+21.c9_d0_h1=0x2_v1+3_d0,1.pad2_v1+4,0+4/7";
+const SHRINKING: &str = "sequence/tiny-gqa/tp3.dcp3.h2.s1.b4.bf16.ag_rs/shrinking/v0+5,1+13,2+2_d0,1,2.pad1_f1_d0,2.pad2_f0_d2.pad3/7";
+
+/// The finding of one property on an engine with a fault, or none.
+fn found(id: &str, property: &str, engine: &CpuEngine) -> Finding {
+    let case: Case = id.parse().unwrap_or_else(|error| panic!("{error}"));
+    let material = Material::of(&case, engine.profile()).unwrap();
+    let laboratory = Laboratory::new(&case, engine, &material);
+    properties::find(property).unwrap().judge(&laboratory)
+}
+
+fn with(name: &str) -> CpuEngine {
+    CpuEngine::with_fault(fault(name).unwrap_or_else(|| panic!("no fault {name}")))
+}
+
+fn failure(id: &str, property: &str, name: &str) -> crate::finding::Failure {
+    match found(id, property, &with(name)) {
+        Finding::Broken(failure) => *failure,
+        other => panic!("{name} on {property}: {other:?}"),
+    }
+}
+
+#[test]
+fn the_healthy_engine_holds_every_property_of_the_written_sequences() {
+    let cases = suite(SuiteName::MustPass, 3);
+    let written: Vec<&Case> = cases.iter().filter(|case| case.family == Family::Sequence).collect();
+    assert!(written.len() >= 7);
+    for case in written {
+        let result = judge_case(case, &engine(), &|_| true);
+        assert_eq!(result.status, Status::Pass, "{}: {:?}", case.id(), result.checks);
+        assert_eq!(result.checks.len(), 5);
+        assert!(result.coverage.rows > 0);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn the_healthy_engine_holds_every_property_of_any_drawn_sequence(seed in any::<u64>()) {
+        let case = Case::sequence(generate_sequence(8, &mut Counter::new(seed, 1)), seed);
+        let result = judge_case(&case, &engine(), &|_| true);
+        prop_assert_eq!(result.status, Status::Pass, "{}: {:?}", case.id(), result.checks);
+    }
+}
+
+#[test]
+fn a_failure_names_its_step_and_the_batch_of_the_step() {
+    let failure = failure(REJECTED, "sequence.metadata", "lengths-before-the-rejection");
+    assert!(failure.headline.starts_with("step 4 (v0+2.pad6):"), "{}", failure.headline);
+    assert_eq!(failure.stage, Some(Stage::RowBound));
+    assert!(failure.notes.iter().any(|note| note.contains("0 (8 tokens, 2 new)")), "{:?}", failure.notes);
+}
+
+#[test]
+fn a_rejected_token_that_stays_in_its_slot_is_seen_in_the_cache_and_in_the_output() {
+    let stored = failure(REJECTED, "sequence.writers", "rejected-token-kept");
+    assert!(stored.worst.unwrap().place.contains("position 6 of request 0"));
+    let output = failure(REJECTED, "sequence.output", "rejected-token-kept");
+    assert_eq!(output.stage, Some(Stage::Write));
+}
+
+#[test]
+fn the_content_of_a_freed_block_is_seen_in_the_request_that_got_it() {
+    let failure = failure(REUSED, "sequence.writers", "freed-block-keeps-its-content");
+    assert!(failure.headline.starts_with("step 3 (v1+9)"), "{}", failure.headline);
+}
+
+#[test]
+fn a_fork_that_writes_into_shared_blocks_is_told_whose_token_it_overwrote() {
+    let failure = failure(FORK, "sequence.untouched", "fork-writes-into-the-blocks-of-its-source");
+    assert!(failure.headline.contains("which held position 16 of request 0"), "{}", failure.headline);
+}
+
+#[test]
+fn padding_rows_that_a_larger_step_left_are_seen_in_metadata_cache_and_output() {
+    for (property, name) in [
+        ("sequence.metadata", "padding-dealt-as-in-a-larger-step"),
+        ("sequence.output", "padding-dealt-as-in-a-larger-step"),
+        ("sequence.untouched", "padding-written-as-in-a-larger-step"),
+    ] {
+        failure(SHRINKING, property, name);
+    }
+}
+
+#[test]
+fn one_rank_with_old_lengths_is_named() {
+    let failure = failure(SHRINKING, "sequence.metadata", "last-rank-replays-the-first-lengths");
+    assert!(failure.worst.unwrap().place.starts_with("rank 2"));
+}
+
+#[test]
+fn a_stall_names_the_step_and_the_rank_that_waits() {
+    let id = "sequence/tiny-gqa/tp3.dcp3.h1.s1.b4.bf16.ag_rs/stall/v0+2_d0_v0+3/7";
+    let engine =
+        with("one-rank-keeps-out-of-the-gather-of-a-larger-step").with_timeout(Duration::from_millis(50));
+    let Finding::Engine { status, text } = found(id, "sequence.collectives", &engine) else {
+        panic!("it stalls")
+    };
+    assert_eq!(status, Status::Timeout);
+    assert!(text.contains("step 3 (v0+3)") && text.contains("rank ") && text.contains("waits in"), "{text}");
+}
+
+#[test]
+fn a_session_that_ends_early_is_judged_as_far_as_it_came() {
+    let case: Case = REJECTED.parse().unwrap();
+    let Body::Sequence(body) = &case.body else { panic!("a sequence") };
+    let engine = engine();
+    let material = SequenceMaterial::new(body, case.seed, engine.profile()).unwrap();
+    let runs = body.steps.iter().filter(|step| matches!(step, Step::Run { .. })).count();
+    assert_eq!(material.turns.len(), runs);
+    let play = Play::of(&engine, &material).unwrap();
+    assert_eq!((play.seen.len(), play.halt.is_none()), (runs, true));
+    assert!(play.caches_before(0).is_some() && play.caches_before(1).is_some());
+}
+
+/// Small single-step cases of every family that has a cache, several probes each.
+fn single_steps() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for family in
+        [Family::Layout, Family::Write, Family::Decode, Family::Verify, Family::Draft, Family::Context]
+    {
+        for probe in [Probe::Gaussian, Probe::TokenCode, Probe::ForbiddenPoison] {
+            let fits = |case: &&Case| {
+                case.family == family
+                    && matches!(&case.body, Body::Attention(body) if body.probe == probe
+                        && body.configuration.dcp == 3 && body.workload.total_tokens() < 300)
+            };
+            cases.extend(suite(SuiteName::Gate, 1).iter().find(fits).cloned());
+        }
+    }
+    cases
+}
+
+#[test]
+fn single_step_properties_see_nothing_of_a_fault_that_remembers() {
+    let stale: Vec<&Fault> =
+        faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata).collect();
+    assert!(stale.len() >= 20, "{}", stale.len());
+    let cases = single_steps();
+    assert!(cases.len() >= 12, "{}", cases.len());
+    for case in &cases {
+        let material = Material::of(case, engine().profile()).unwrap();
+        for fault in &stale {
+            let engine = CpuEngine::with_fault(fault);
+            let laboratory = Laboratory::new(case, &engine, &material);
+            for property in properties::of(case) {
+                let status = property.judge(&laboratory).status();
+                assert!(!status.is_failure(), "{} sees {} on {}", property.id, fault.name, case.id());
+            }
+        }
+    }
+}
+
+#[test]
+fn every_fault_that_remembers_names_sequence_properties_alone() {
+    for fault in faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata) {
+        assert!(fault.killed_by.iter().all(|id| id.starts_with("sequence.")), "{}", fault.name);
+    }
+}
