@@ -12,6 +12,7 @@ use super::*;
 use crate::finding::{Finding, Stage};
 use crate::laboratory::Laboratory;
 use crate::material::Material;
+use crate::mutants::{MutantState, try_all};
 use crate::properties;
 use crate::run::judge_case;
 use crate::status::Status;
@@ -173,6 +174,19 @@ fn single_step_properties_see_nothing_of_a_fault_that_remembers() {
             }
         }
     }
+}
+
+#[test]
+fn every_fault_that_remembers_is_killed_by_a_sequence_of_the_gate() {
+    let stale: Vec<&Fault> =
+        faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata).collect();
+    let mut sequences = suite(SuiteName::Gate, 1);
+    sequences.retain(|case| case.family == Family::Sequence);
+    let survivors: Vec<_> = try_all(&stale, &sequences, &|_| {})
+        .into_iter()
+        .filter(|mutant| mutant.state != MutantState::Killed)
+        .collect();
+    assert!(survivors.is_empty(), "{survivors:?}");
 }
 
 #[test]

@@ -55,6 +55,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("rules", _) => all(&["rules"], &["answers"]),
         ("identity", "rows") => all(&["merge", "context"], &["out"]),
         ("inputs", "unchanged") => all(&["attend"], &["inputs"]),
+        ("probe", _) => all(&ATTEND, &["out", "lse"]),
         ("statistics", "residual") => all(&["decode", "verify"], &["out"]),
         ("sequence", "output") => all(&["sequence"], &["out"]),
         ("sequence", "metadata") => all(&["sequence"], &["row_lens", "chunk_lens", "local_lens"]),
