@@ -168,6 +168,14 @@ pub fn compare(
     let errors = Errors { alpha: rule.alpha, ..Errors::USUAL };
     let margin = rule.margin_points / 100.0;
     let mut verdict = deciding.verdict(rule.alpha, margin);
+    if verdict == Verdict::NotWorse && accuracy <= margin {
+        notes.push(format!(
+            "A itself answers only {:.2} % rightly, so a drop of {} points cannot happen and its absence shows nothing",
+            100.0 * accuracy,
+            rule.margin_points
+        ));
+        verdict = Verdict::Inconclusive;
+    }
     if let Some(aa) = aa_counts {
         verdict = with_equal_runs(verdict, aa, deciding, questions, rule.alpha, &mut notes);
     }

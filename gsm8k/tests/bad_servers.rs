@@ -151,10 +151,10 @@ fn a_hanging_server_times_out_and_is_given_up() {
     let bench = Bench::new();
     let server = HostileServer::start(|request| match request.earlier {
         0..20 => right_answer(request),
-        _ => Reply::Hang(Duration::from_secs(2)),
+        _ => Reply::Hang(Duration::from_secs(4)),
     });
     let mut args = bench.args(&server.url());
-    (args.timeout_s, args.attempts) = (0.2, 2);
+    (args.timeout_s, args.attempts) = (1.0, 2);
     let (_, report) = execute(&args).unwrap();
     assert_eq!((report.answered, report.outcome()), (20, Outcome::RerunOutstanding));
     assert!(report.failed.contains_key("timeout"), "{report}");

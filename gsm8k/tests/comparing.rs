@@ -99,6 +99,14 @@ fn equal_runs_give_the_churn_and_unequal_ones_are_no_yardstick() {
 }
 
 #[test]
+fn a_server_with_nothing_to_lose_is_no_yardstick_either() {
+    let (hopeless, as_hopeless) = (run_with(|doc| doc != 3), run_with(|doc| doc != 3));
+    let comparison = compare(&hopeless, &as_hopeless);
+    assert_eq!(comparison.verdict, Verdict::Inconclusive);
+    assert!(comparison.to_string().contains("A itself answers only 1.67 % rightly"), "{comparison}");
+}
+
+#[test]
 fn further_pairs_sharpen_the_verdict_and_no_run_counts_twice() {
     let runs: Vec<Bench> = (0..4).map(|number| run_with(move |doc| doc == number)).collect();
     let mut single = args(&runs[0].out(), &runs[1].out());

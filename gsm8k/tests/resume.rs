@@ -36,7 +36,7 @@ fn command(bench: &Bench, url: &str) -> Command {
 fn a_killed_run_keeps_its_answers_and_asks_only_the_rest() {
     let bench = Bench::new();
     let server = HostileServer::start(|request| {
-        std::thread::sleep(Duration::from_millis(25));
+        std::thread::sleep(Duration::from_millis(60));
         right_answer(request)
     });
     let mut child = command(&bench, &server.url()).spawn().unwrap();

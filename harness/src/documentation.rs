@@ -176,3 +176,71 @@ fn links_between_the_pages_lead_somewhere() {
         }
     }
 }
+
+/// Text in a table cell.
+fn cell(text: &str) -> String {
+    text.replace('|', "\\|")
+}
+
+fn property_table() -> String {
+    let mut table = String::from(
+        "| property | statement | source | tolerance | faults that it must kill |\n|---|---|---|---|---|\n",
+    );
+    for property in crate::properties::all() {
+        let faults = shardcheck_cpu::faults().iter().filter(|fault| fault.killed_by.contains(&property.id));
+        let faults: Vec<_> = faults.map(|fault| format!("`{}`", fault.name)).collect();
+        table += &format!(
+            "| `{}` | {} | {} | {} | {} |\n",
+            property.id,
+            cell(property.statement),
+            cell(property.source),
+            cell(property.tolerance),
+            faults.join(", ")
+        );
+    }
+    table
+}
+
+fn fault_table() -> String {
+    let mut table = String::from(
+        "| fault | class | what is wrong | public bugs of that kind | killed by |\n|---|---|---|---|---|\n",
+    );
+    for fault in shardcheck_cpu::faults() {
+        let killers: Vec<_> = fault.killed_by.iter().map(|id| format!("`{id}`")).collect();
+        table += &format!(
+            "| `{}` | {} | {} | {} | {} |\n",
+            fault.name,
+            fault.class.name(),
+            cell(fault.title),
+            fault.bugs.join(", "),
+            killers.join(", ")
+        );
+    }
+    table
+}
+
+#[test]
+fn the_page_on_properties_lists_the_registry() {
+    check("properties.md", &[("properties", property_table())]);
+}
+
+#[test]
+fn the_page_on_faults_lists_the_registry() {
+    check("faults.md", &[("faults", fault_table())]);
+}
+
+#[test]
+fn every_property_is_named_by_a_fault_and_every_name_is_a_property() {
+    let unproved: Vec<_> = crate::properties::all()
+        .filter(|property| {
+            !shardcheck_cpu::faults().iter().any(|fault| fault.killed_by.contains(&property.id))
+        })
+        .map(|property| property.id)
+        .collect();
+    assert!(unproved.is_empty(), "no fault names {unproved:?}");
+    for fault in shardcheck_cpu::faults() {
+        for id in fault.killed_by {
+            assert!(crate::properties::find(id).is_some(), "{} names {id}, which is no property", fault.name);
+        }
+    }
+}

@@ -256,3 +256,6 @@ pub fn attend(engine: &dyn Engine, material: &AttentionMaterial) -> Result<(Obse
     let observed = run.step(&material.operation(), &material.step_inputs())?;
     Ok((observed, run))
 }
+
+#[cfg(test)]
+mod tests;

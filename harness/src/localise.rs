@@ -165,3 +165,6 @@ pub(crate) fn notes(material: &AttentionMaterial, comparison: &Comparison, per_r
         ),
     ]
 }
+
+#[cfg(test)]
+mod tests;

@@ -553,3 +553,6 @@ impl AttentionMaterial {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

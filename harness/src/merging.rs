@@ -419,3 +419,6 @@ fn operation(family: Family) -> Operation {
         _ => Operation::MergePartials,
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -162,3 +162,100 @@ fn mutant(fault: &Fault, state: MutantState, by: Option<(&'static str, &Case)>, 
         tried,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardcheck_cases::{Family, SuiteName, suite};
+    use shardcheck_cpu::{fault, faults};
+
+    fn smoke() -> Vec<Case> {
+        suite(SuiteName::EngineSmoke, 1)
+    }
+
+    /// The causal fault, made to name other properties.
+    fn renamed(killed_by: &'static [&'static str]) -> &'static Fault {
+        let known = fault("committed-prefix-rows").unwrap();
+        Box::leak(Box::new(Fault { killed_by, ..*known }))
+    }
+
+    #[test]
+    fn the_outcome_does_not_depend_on_threads_or_on_the_order_of_the_cases() {
+        let chosen: Vec<&'static Fault> = faults().iter().step_by(9).collect();
+        let mut cases = smoke();
+        let mut outcomes = Vec::new();
+        for threads in [1, 3] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+            outcomes.push(pool.install(|| try_all(&chosen, &cases, &|_| {})));
+            cases.reverse();
+        }
+        assert_eq!(outcomes[0], outcomes[1]);
+        let names: Vec<&str> = outcomes[0].iter().map(|mutant| mutant.fault.as_str()).collect();
+        assert_eq!(names, chosen.iter().map(|fault| fault.name).collect::<Vec<_>>());
+        assert!(outcomes[0].iter().any(|mutant| mutant.state == MutantState::Killed));
+    }
+
+    #[test]
+    fn a_killed_fault_has_a_property_that_it_names_and_a_witness() {
+        let fault = fault("committed-prefix-rows").unwrap();
+        let mutant = try_one(fault, &smoke());
+        assert_eq!(mutant.state, MutantState::Killed);
+        assert!(fault.killed_by.contains(&mutant.property.unwrap().as_str()));
+        let witness: Case = mutant.case.unwrap().parse().unwrap();
+        assert!(smoke().contains(&witness));
+        assert!((1..=smoke().len()).contains(&mutant.tried));
+    }
+
+    #[test]
+    fn a_failure_of_a_property_that_is_not_named_is_no_kill() {
+        let mutant = try_one(renamed(&["equal.repeat"]), &smoke());
+        assert_eq!(mutant.state, MutantState::KilledByOther);
+        assert_ne!(mutant.property.as_deref(), Some("equal.repeat"));
+    }
+
+    #[test]
+    fn a_fault_that_no_case_shows_survives() {
+        let mut writes = smoke();
+        writes.retain(|case| case.family == Family::Write);
+        let mutant = try_one(renamed(&["write.untouched"]), &writes);
+        assert_eq!((mutant.state, mutant.property), (MutantState::Survived, None));
+    }
+
+    #[test]
+    fn a_fault_without_a_case_for_its_properties_does_not_apply() {
+        let mut writes = smoke();
+        writes.retain(|case| case.family == Family::Write);
+        let mutant = try_one(fault("committed-prefix-rows").unwrap(), &writes);
+        assert_eq!((mutant.state, mutant.tried), (MutantState::NotApplicable, 0));
+    }
+
+    #[test]
+    fn every_fault_is_reported_once_as_it_is_tried() {
+        let chosen: Vec<&'static Fault> = faults().iter().take(3).collect();
+        let told = std::sync::Mutex::new(Vec::new());
+        let returned = try_all(&chosen, &smoke(), &|mutant| told.lock().unwrap().push(mutant.clone()));
+        let mut told = told.into_inner().unwrap();
+        told.sort_by_key(|mutant| chosen.iter().position(|fault| fault.name == mutant.fault));
+        assert_eq!(told, returned);
+    }
+
+    #[test]
+    fn every_property_has_been_seen_to_fail_by_itself_on_a_fault_that_names_it() {
+        assert_eq!(toothless(&suite(SuiteName::Gate, 1)), Vec::<&str>::new());
+    }
+
+    #[test]
+    fn a_property_without_a_case_that_shows_its_faults_is_toothless() {
+        let mut writes = smoke();
+        writes.retain(|case| case.family == Family::Write);
+        let idle = toothless(&writes);
+        assert!(idle.contains(&"verify.output") && !idle.contains(&"write.round-trip"), "{idle:?}");
+    }
+
+    #[test]
+    fn states_are_written_as_they_are_named() {
+        for state in MutantState::ALL {
+            assert_eq!(serde_json::to_value(state).unwrap(), state.name());
+        }
+    }
+}

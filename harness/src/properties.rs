@@ -109,4 +109,37 @@ mod tests {
             assert!(!property.families.is_empty(), "{}", property.id);
         }
     }
+
+    #[test]
+    fn every_property_that_a_fault_names_exists() {
+        for fault in shardcheck_cpu::faults() {
+            assert!(!fault.killed_by.is_empty(), "{} names no property", fault.name);
+            for id in fault.killed_by {
+                assert!(find(id).is_some(), "{} names {id}, which no property has", fault.name);
+            }
+        }
+    }
+
+    #[test]
+    fn every_property_is_named_by_a_fault_that_it_must_kill() {
+        let idle: Vec<_> = all()
+            .map(|property| property.id)
+            .filter(|id| !shardcheck_cpu::faults().iter().any(|fault| fault.killed_by.contains(id)))
+            .collect();
+        assert!(idle.is_empty(), "no fault proves that these can fail: {}", idle.join(", "));
+    }
+
+    #[test]
+    fn every_property_is_judged_on_a_case_of_the_gate() {
+        let cases = shardcheck_cases::suite(shardcheck_cases::SuiteName::Gate, 1);
+        for property in all() {
+            assert!(cases.iter().any(|case| property.is_for(case)), "{}", property.id);
+        }
+    }
+
+    #[test]
+    fn properties_are_found_by_their_whole_id() {
+        assert_eq!(find("verify.output").map(|property| property.id), Some("verify.output"));
+        assert!(find("verify").is_none() && find("").is_none());
+    }
 }

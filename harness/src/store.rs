@@ -52,14 +52,16 @@ pub fn write(
     let mut document = serde_json::to_value(Skeleton::of(recording, &mut tensors)).unwrap_or(Value::Null);
     document["tensors"] = Value::from("tensors.safetensors");
     put(&folder.join("recording.json"), &pretty(&document))?;
-    let views: Vec<(String, TensorView<'_>)> = tensors
-        .iter()
-        .filter_map(|(name, tensor)| view_of(tensor).map(|view| (name.clone(), view)))
-        .collect();
-    let bytes = safetensors::serialize(views, None).map_err(|error| StoreError::Damaged {
+    let unfit = |error: safetensors::SafeTensorError| StoreError::Damaged {
         path: folder.join("tensors.safetensors"),
         reason: error.to_string(),
-    })?;
+    };
+    let views: Vec<_> = tensors
+        .iter()
+        .map(|(name, tensor)| Ok((name, view_of(tensor)?)))
+        .collect::<Result<_, _>>()
+        .map_err(unfit)?;
+    let bytes = safetensors::serialize(views, None).map_err(unfit)?;
     put(&folder.join("tensors.safetensors"), &bytes)
 }
 
@@ -124,7 +126,7 @@ impl Skeleton {
                     let mut list = Vec::new();
                     for (name, tensor) in from.iter() {
                         let full = format!("{prefix}.{name}");
-                        if !tensor.is_contiguous() {
+                        if !is_plain(tensor) {
                             strided.insert(
                                 full.clone(),
                                 (tensor.dtype(), tensor.shape().to_vec(), tensor.strides()),
@@ -189,11 +191,16 @@ impl Skeleton {
     }
 }
 
-fn view_of(tensor: &Tensor) -> Option<TensorView<'_>> {
-    if tensor.is_contiguous() {
-        TensorView::new(stored_dtype(tensor.dtype()), tensor.shape().to_vec(), tensor.bytes()).ok()
+/// Whether the bytes are the elements in row-major order and nothing else.
+fn is_plain(tensor: &Tensor) -> bool {
+    tensor.is_contiguous() && tensor.bytes().len() == tensor.len() * tensor.dtype().size_bytes()
+}
+
+fn view_of(tensor: &Tensor) -> Result<TensorView<'_>, safetensors::SafeTensorError> {
+    if is_plain(tensor) {
+        TensorView::new(stored_dtype(tensor.dtype()), tensor.shape().to_vec(), tensor.bytes())
     } else {
-        TensorView::new(StoredDtype::U8, vec![tensor.bytes().len()], tensor.bytes()).ok()
+        TensorView::new(StoredDtype::U8, vec![tensor.bytes().len()], tensor.bytes())
     }
 }
 
@@ -220,3 +227,6 @@ fn dtype_of(stored: StoredDtype) -> Result<Dtype, String> {
         .find(|dtype| stored_dtype(*dtype) == stored)
         .ok_or_else(|| format!("element type {stored:?} is not one of ours"))
 }
+
+#[cfg(test)]
+mod tests;

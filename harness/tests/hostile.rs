@@ -224,13 +224,11 @@ struct Changed {
     change: fn(&mut Configuration),
 }
 
-impl Changed {
-    fn new(profile: impl Fn(&mut Profile), change: fn(&mut Configuration)) -> Box<dyn Engine> {
-        let healthy = shardcheck_cpu::engine();
-        let mut changed = healthy.profile().clone();
-        profile(&mut changed);
-        Box::new(Self { healthy, profile: changed, change })
-    }
+fn changed(profile: impl Fn(&mut Profile), change: fn(&mut Configuration)) -> Box<dyn Engine> {
+    let healthy = shardcheck_cpu::engine();
+    let mut changed = healthy.profile().clone();
+    profile(&mut changed);
+    Box::new(Changed { healthy, profile: changed, change })
 }
 
 impl Engine for Changed {
@@ -251,7 +249,7 @@ impl Engine for Changed {
 
 #[test]
 fn a_comparison_of_two_runs_that_took_the_same_path_is_inconclusive() {
-    let never_replicates = Changed::new(|_| {}, |c| c.query_replication = false);
+    let never_replicates = changed(|_| {}, |c| c.query_replication = false);
     let case: Case = DECODE.parse().unwrap();
     let only = |property: &shardcheck::properties::Property| property.id == "equal.query-replication";
     let result = judge_case(&case, never_replicates.as_ref(), &only);
@@ -270,7 +268,7 @@ fn a_contract_that_would_let_anything_pass_is_refused_before_anything_is_compare
         let decode = profile.operations.get_mut(&OperationKind::Decode).unwrap();
         decode.contract.as_mut().unwrap().u_acc = 0.5;
     };
-    let engine = Changed::new(loose, |_| {});
+    let engine = changed(loose, |_| {});
     assert!(engine.profile().check().unwrap_err().contains("u_acc"));
     let result = judge(DECODE, engine, PATIENT);
     assert_eq!((result.status, result.checks.len()), (Status::Inconclusive, 1));
@@ -280,7 +278,7 @@ fn a_contract_that_would_let_anything_pass_is_refused_before_anything_is_compare
 
 #[test]
 fn an_operation_that_is_not_declared_is_not_judged() {
-    let engine = Changed::new(|profile| drop(profile.operations.remove(&OperationKind::Decode)), |_| {});
+    let engine = changed(|profile| drop(profile.operations.remove(&OperationKind::Decode)), |_| {});
     let result = judge(DECODE, engine, PATIENT);
     assert!(!result.status.is_judged(), "{result:?}");
     assert!(
@@ -296,7 +294,7 @@ fn an_operation_without_a_contract_has_no_bound_to_be_judged_by() {
     let without = |profile: &mut Profile| {
         profile.operations.get_mut(&OperationKind::Decode).unwrap().contract = None;
     };
-    let result = judge(DECODE, Changed::new(without, |_| {}), PATIENT);
+    let result = judge(DECODE, changed(without, |_| {}), PATIENT);
     let Finding::Inconclusive(why) = finding(&result, "decode.output") else { panic!("{result:?}") };
     assert!(why.contains("no rounding contract"), "{why}");
     assert_eq!(result.status, Status::Inconclusive);

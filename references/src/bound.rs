@@ -25,7 +25,7 @@ mod lse;
 mod merged;
 pub(crate) mod output;
 mod projection;
-mod weights;
+pub(crate) mod weights;
 
 pub use certified::{Certified, CertifiedPart, certify, certify_moments, interval, ratio};
 pub use chain::certify_chain;

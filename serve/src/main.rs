@@ -8,20 +8,22 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, bail};
-use clap::Parser;
+use anyhow::{Context, anyhow, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
+use clap::{Parser, ValueEnum};
+use shardcheck_formats::Dtype;
 
 use shardcheck_serve::attention::dtype::OutputDtype;
+use shardcheck_serve::attention::embedded::{KV_DTYPES, fault_named};
 use shardcheck_serve::attention::fault::Fault;
 use shardcheck_serve::attention::merge::MergeOrder;
 use shardcheck_serve::engine::EngineConfig;
 use shardcheck_serve::kernels::Simd;
-use shardcheck_serve::service::{Service, ServiceConfig};
+use shardcheck_serve::service::{AttentionChoice, Service, ServiceConfig};
 
 /// Serves a GGUF Llama model with sharded attention through OpenAI's completions API.
 #[derive(Debug, Parser)]
-#[command(version, about)]
+#[command(version, about, after_long_help = fault_list())]
 struct Arguments {
     /// GGUF file; default: $SHARDCHECK_SMOLLM2, else where `serve/fetch-model` puts SmolLM2
     #[arg(long)]
@@ -36,6 +38,9 @@ struct Arguments {
     #[arg(long, default_value_t = 8000)]
     port: u16,
 
+    /// Who computes: the project's embedded multi-rank engine, or the server's own sharded attention
+    #[arg(long, default_value_t = AttentionName::Embedded, value_enum, help_heading = "Attention")]
+    attention: AttentionName,
     /// Ranks W over which the KV cache is sharded
     #[arg(long, default_value_t = 1, help_heading = "Attention")]
     dcp: usize,
@@ -49,15 +54,17 @@ struct Arguments {
     #[arg(long, default_value_t = MergeOrder::A2a, help_heading = "Attention",
           value_parser = named::<MergeOrder>(MergeOrder::ALL.map(MergeOrder::name)))]
     merge: MergeOrder,
-    /// Dtype of partial and merged outputs
-    #[arg(long, default_value_t = OutputDtype::F32, help_heading = "Attention",
-          value_parser = named::<OutputDtype>(OutputDtype::ALL.map(OutputDtype::name)))]
-    attention_dtype: OutputDtype,
-    /// Break attention in a named way (needs --dcp of at least 2)
+    /// Dtype of partial and merged outputs; sharded: f32 unless given, embedded: always bf16
     #[arg(long, help_heading = "Attention",
-          value_parser = named::<Fault>(Fault::ALL.map(Fault::name)))]
-    fault: Option<Fault>,
-    /// Break only calls of at most this many query rows; 1: decode alone, prefill stays right
+          value_parser = named::<OutputDtype>(OutputDtype::ALL.map(OutputDtype::name)))]
+    attention_dtype: Option<OutputDtype>,
+    /// Dtype of the KV cache; embedded: bf16 unless given, sharded: always f32
+    #[arg(long, help_heading = "Attention", value_parser = kv_dtype_parser())]
+    kv_dtype: Option<Dtype>,
+    /// Break attention in a named way; --help lists the names of each attention
+    #[arg(long, help_heading = "Attention")]
+    fault: Option<String>,
+    /// Break only calls of at most this many query rows, of sharded attention; 1: decode alone, prefill stays right
     #[arg(long, requires = "fault", help_heading = "Attention")]
     fault_max_rows: Option<usize>,
 
@@ -97,6 +104,27 @@ struct Arguments {
     threads: Option<usize>,
 }
 
+/// The implementations of attention, as they are named on the command line.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum AttentionName {
+    Embedded,
+    Sharded,
+}
+
+fn kv_dtype_parser() -> impl TypedValueParser<Value = Dtype> {
+    PossibleValuesParser::new(KV_DTYPES.map(Dtype::name)).try_map(|name| name.parse::<Dtype>())
+}
+
+/// The faults of both implementations, for the long help.
+fn fault_list() -> String {
+    let mut text =
+        format!("Faults of sharded: {}\n\nFaults of embedded:", Fault::ALL.map(Fault::name).join(", "));
+    for fault in shardcheck_cpu::faults() {
+        text.push_str(&format!("\n  {:40} {}", fault.name, fault.title));
+    }
+    text
+}
+
 /// A parser of one of `names`, which clap lists in its help and errors.
 fn named<T>(names: impl IntoIterator<Item = &'static str>) -> impl TypedValueParser<Value = T>
 where
@@ -115,7 +143,7 @@ fn main() -> anyhow::Result<()> {
     let service = Service::start(config)?;
     let path = service.path();
     eprintln!(
-        "{model_name}: {} W={} S={} B={}, merge {}, {} outputs, fault {}, {draft_tokens} draft tokens, {} kernels, \
+        "{model_name}: {} W={} S={} B={}, merge {}, {} outputs, {} KV, fault {}, {draft_tokens} draft tokens, {} kernels, \
          sequences up to {} tokens; loaded in {:.1} s",
         path.engine,
         path.ranks,
@@ -123,6 +151,7 @@ fn main() -> anyhow::Result<()> {
         path.block_tokens,
         path.merge,
         path.dtype,
+        path.kv_dtype,
         path.fault.as_deref().unwrap_or("none"),
         Simd::detect().name(),
         service.max_model_tokens(),
@@ -157,6 +186,7 @@ fn watch_signals() -> anyhow::Result<Arc<AtomicBool>> {
 }
 
 fn config(arguments: Arguments) -> anyhow::Result<ServiceConfig> {
+    let attention = attention(&arguments)?;
     let model_path =
         arguments.model.or_else(cached_model).context("give --model: there is no home directory")?;
     if !model_path.exists() {
@@ -180,14 +210,51 @@ fn config(arguments: Arguments) -> anyhow::Result<ServiceConfig> {
         interleave_tokens: arguments.interleave,
         block_tokens: arguments.block_size,
         merge: arguments.merge,
-        dtype: arguments.attention_dtype,
-        fault: arguments.fault,
-        fault_max_rows: arguments.fault_max_rows.unwrap_or(usize::MAX),
+        attention,
         cache_tokens: arguments.kv_tokens,
         engine,
         max_connections: arguments.max_connections,
         max_body_bytes: arguments.max_body_bytes,
     })
+}
+
+/// The attention that the options ask for; an option of the other implementation is refused, as it would do nothing.
+fn attention(arguments: &Arguments) -> anyhow::Result<AttentionChoice> {
+    let fault = arguments.fault.as_deref();
+    match arguments.attention {
+        AttentionName::Sharded => {
+            if arguments.kv_dtype.is_some_and(|dtype| dtype != Dtype::F32) {
+                bail!("sharded attention keeps its KV cache in f32: --kv-dtype needs --attention embedded");
+            }
+            let other = |name| shardcheck_cpu::fault(name).is_some();
+            let fault = fault.map(|name| {
+                let hint = if other(name) { ", but it is one of --attention embedded" } else { "" };
+                name.parse::<Fault>().map_err(|error| anyhow!("--fault {error}{hint}"))
+            });
+            Ok(AttentionChoice::Sharded {
+                dtype: arguments.attention_dtype.unwrap_or(OutputDtype::F32),
+                fault: fault.transpose()?,
+                fault_max_rows: arguments.fault_max_rows.unwrap_or(usize::MAX),
+            })
+        }
+        AttentionName::Embedded => {
+            if arguments.attention_dtype == Some(OutputDtype::F32) {
+                bail!("the embedded engine returns bf16: --attention-dtype f32 needs --attention sharded");
+            }
+            if arguments.fault_max_rows.is_some() {
+                bail!(
+                    "the embedded engine breaks every call alike: --fault-max-rows needs --attention sharded"
+                );
+            }
+            let fault = fault.map(|name| {
+                let sharded = name.parse::<Fault>().is_ok();
+                let hint = if sharded { ". It is one of --attention sharded" } else { "" };
+                fault_named(name).map_err(|error| anyhow!("--fault {error}{hint}"))
+            });
+            let kv_dtype = arguments.kv_dtype.unwrap_or(Dtype::Bf16);
+            Ok(AttentionChoice::Embedded { kv_dtype, fault: fault.transpose()? })
+        }
+    }
 }
 
 /// The model that the environment names, else where `serve/fetch-model` puts it.

@@ -221,14 +221,16 @@ impl Page {
     fn path(&mut self, path: &AttentionPath) {
         let name = "shardcheck_serve_attention_info";
         self.head(name, "gauge", "What computes attention");
-        let AttentionPath { engine, ranks, interleave_tokens, block_tokens, merge, dtype, fault } = path;
+        let AttentionPath { engine, ranks, interleave_tokens, block_tokens, merge, dtype, kv_dtype, fault } =
+            path;
         let fault = fault.as_deref().unwrap_or("");
         let label = format!(
             "attention=\"{}\",dcp=\"{ranks}\",interleave=\"{interleave_tokens}\",block_size=\"{block_tokens}\",\
-             merge=\"{}\",dtype=\"{}\",fault=\"{}\"",
+             merge=\"{}\",dtype=\"{}\",kv_dtype=\"{}\",fault=\"{}\"",
             escape(engine),
             escape(merge),
             escape(dtype),
+            escape(kv_dtype),
             escape(fault),
         );
         self.sample(name, &label, 1.0);
@@ -247,6 +249,7 @@ mod tests {
             block_tokens: 16,
             merge: "a2a".to_string(),
             dtype: "f32".to_string(),
+            kv_dtype: "bf16".to_string(),
             fault: None,
         };
         metrics.page("a \"model\"", &path, speculates)
@@ -284,7 +287,7 @@ mod tests {
         assert_eq!(value(&page, &bucket("480.0")), 1.0);
         assert_eq!(value(&page, &bucket("+Inf")), 2.0);
         assert!(page.contains(
-            "dcp=\"4\",interleave=\"2\",block_size=\"16\",merge=\"a2a\",dtype=\"f32\",fault=\"\"} 1"
+            "dcp=\"4\",interleave=\"2\",block_size=\"16\",merge=\"a2a\",dtype=\"f32\",kv_dtype=\"bf16\",fault=\"\"} 1"
         ));
     }
 

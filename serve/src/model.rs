@@ -5,7 +5,7 @@ use std::ops::Range;
 use rayon::prelude::*;
 use thiserror::Error;
 
-use crate::attention::{Attention, AttentionShape};
+use crate::attention::{Attention, AttentionError, AttentionShape};
 use crate::gguf::{Gguf, GgufError};
 use crate::kernels::{LANES, Simd, swiglu};
 use crate::linear::Linear;
@@ -191,9 +191,16 @@ impl Model {
     /// Runs a batch of spans, stores their keys and values, and returns the logits that the spans ask for, span after
     /// span: f32 `[rows, vocabulary]`. A row's logits have the same bits whatever else is in the batch.
     ///
+    /// # Errors
+    /// [`AttentionError`] when the attention fails; what it holds is lost then.
+    ///
     /// # Panics
     /// If a token is outside the vocabulary, or a span asks for logits of tokens that it does not have.
-    pub fn forward(&self, attention: &mut dyn Attention, batch: &[Span<'_>]) -> Vec<f32> {
+    pub fn forward(
+        &self,
+        attention: &mut dyn Attention,
+        batch: &[Span<'_>],
+    ) -> Result<Vec<f32>, AttentionError> {
         let width = self.config.width;
         let tokens: Vec<TokenId> = batch.iter().flat_map(|span| span.tokens).copied().collect();
         let mut residual = vec![0.0; tokens.len() * width];
@@ -203,7 +210,7 @@ impl Model {
         let rotations = self.rotations(batch);
         for (index, layer) in self.layers.iter().enumerate() {
             let normed = self.norm(&residual, &layer.attention_norm);
-            let attended = self.attend(attention, index, layer, batch, &normed, &rotations);
+            let attended = self.attend(attention, index, layer, batch, &normed, &rotations)?;
             add(&mut residual, &layer.attention_output.apply(self.simd, &attended));
             let normed = self.norm(&residual, &layer.feed_forward_norm);
             let inside = self.gated(layer.gate_up.apply(self.simd, &normed));
@@ -219,10 +226,10 @@ impl Model {
             first += span.tokens.len();
         }
         if wanted.is_empty() {
-            return Vec::new();
+            return Ok(Vec::new());
         }
         let normed = self.norm(&wanted, &self.output_norm);
-        self.output.as_ref().unwrap_or(&self.embedding).apply(self.simd, &normed)
+        Ok(self.output.as_ref().unwrap_or(&self.embedding).apply(self.simd, &normed))
     }
 
     /// Projects, rotates, stores and attends one layer; returns `[rows, query elements]`.
@@ -234,7 +241,7 @@ impl Model {
         batch: &[Span<'_>],
         normed: &[f32],
         rotations: &[(f32, f32)],
-    ) -> Vec<f32> {
+    ) -> Result<Vec<f32>, AttentionError> {
         let (q, kv) = (self.config.attention.query_elements(), self.config.attention.kv_elements());
         let projected = layer.qkv.apply(self.simd, normed);
         let rows = projected.len() / (q + 2 * kv);
@@ -253,12 +260,12 @@ impl Model {
             let end = first + span.tokens.len();
             let (kv_range, q_range) = (first * kv..end * kv, first * q..end * q);
             let table = span.block_table;
-            attention.store(index, table, span.first_position, &keys[kv_range.clone()], &values[kv_range]);
+            attention.store(index, table, span.first_position, &keys[kv_range.clone()], &values[kv_range])?;
             let total = span.first_position + span.tokens.len();
-            attention.attend(index, table, total, &queries[q_range.clone()], &mut out[q_range]);
+            attention.attend(index, table, total, &queries[q_range.clone()], &mut out[q_range])?;
             first = end;
         }
-        out
+        Ok(out)
     }
 
     /// Cosine and sine of every row's angles: `[rows, head_dim / 2]`.

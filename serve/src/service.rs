@@ -5,10 +5,13 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use shardcheck_cpu::Fault as EmbeddedFault;
+use shardcheck_formats::Dtype;
 use thiserror::Error;
 
 use crate::api::Api;
 use crate::attention::dtype::OutputDtype;
+use crate::attention::embedded::{Embedded, EmbeddedConfig, EmbeddedError};
 use crate::attention::fault::Fault;
 use crate::attention::interleave::{Interleave, LayoutError};
 use crate::attention::merge::MergeOrder;
@@ -41,6 +44,9 @@ pub enum ServiceError {
     /// The sharded attention.
     #[error(transparent)]
     Sharded(#[from] ShardedError),
+    /// The embedded engine.
+    #[error(transparent)]
+    Embedded(#[from] EmbeddedError),
     /// Threads.
     #[error("cannot start threads: {0}")]
     Threads(std::io::Error),
@@ -52,6 +58,36 @@ pub enum ServiceError {
         /// What the system said.
         source: std::io::Error,
     },
+}
+
+/// Who computes attention.
+#[derive(Debug, Clone, Copy)]
+pub enum AttentionChoice {
+    /// This crate's own sharded attention.
+    Sharded {
+        /// Dtype of partial and merged outputs.
+        dtype: OutputDtype,
+        /// Injected fault.
+        fault: Option<Fault>,
+        /// See [`ShardedConfig::fault_max_rows`].
+        fault_max_rows: usize,
+    },
+    /// The project's embedded multi-rank engine.
+    Embedded {
+        /// Dtype of the KV cache.
+        kv_dtype: Dtype,
+        /// Injected fault.
+        fault: Option<&'static EmbeddedFault>,
+    },
+}
+
+impl AttentionChoice {
+    /// The sharded attention without fault, in f32.
+    pub const SHARDED: Self =
+        Self::Sharded { dtype: OutputDtype::F32, fault: None, fault_max_rows: usize::MAX };
+
+    /// The embedded engine without fault, with a bf16 cache.
+    pub const EMBEDDED: Self = Self::Embedded { kv_dtype: Dtype::Bf16, fault: None };
 }
 
 /// Which model, where, and how.
@@ -71,12 +107,8 @@ pub struct ServiceConfig {
     pub block_tokens: usize,
     /// Merge order.
     pub merge: MergeOrder,
-    /// Dtype of partial and merged outputs.
-    pub dtype: OutputDtype,
-    /// Injected fault.
-    pub fault: Option<Fault>,
-    /// See [`ShardedConfig::fault_max_rows`].
-    pub fault_max_rows: usize,
+    /// Who computes attention.
+    pub attention: AttentionChoice,
     /// Tokens that the KV cache holds.
     pub cache_tokens: usize,
     /// Limits of the engine; its longest sequence is lowered to the model's.
@@ -101,9 +133,7 @@ impl ServiceConfig {
             interleave_tokens: 1,
             block_tokens: 16,
             merge: MergeOrder::A2a,
-            dtype: OutputDtype::F32,
-            fault: None,
-            fault_max_rows: usize::MAX,
+            attention: AttentionChoice::EMBEDDED,
             cache_tokens: 16_384,
             engine: EngineConfig {
                 max_sequences: 8,
@@ -128,21 +158,24 @@ pub struct Service {
 }
 
 impl Service {
-    /// Loads the model with this crate's sharded attention and serves it.
+    /// Loads the model with the chosen attention and serves it.
     ///
     /// # Errors
     /// [`ServiceError`].
     pub fn start(config: ServiceConfig) -> Result<Self, ServiceError> {
         let layout = Interleave::new(config.ranks, config.interleave_tokens, config.block_tokens)?;
-        let sharded = ShardedConfig {
-            layout,
-            merge: config.merge,
-            dtype: config.dtype,
-            fault: config.fault,
-            fault_max_rows: config.fault_max_rows,
-            cache_tokens: config.cache_tokens,
-        };
-        Self::start_with(config, |shape, simd| Ok(Box::new(Sharded::new(shape, sharded, simd)?)))
+        let (merge, cache_tokens) = (config.merge, config.cache_tokens);
+        let attention = config.attention;
+        Self::start_with(config, |shape, simd| match attention {
+            AttentionChoice::Sharded { dtype, fault, fault_max_rows } => {
+                let sharded = ShardedConfig { layout, merge, dtype, fault, fault_max_rows, cache_tokens };
+                Ok(Box::new(Sharded::new(shape, sharded, simd)?))
+            }
+            AttentionChoice::Embedded { kv_dtype, fault } => {
+                let embedded = EmbeddedConfig { layout, merge, kv_dtype, fault, cache_tokens };
+                Ok(Box::new(Embedded::new(shape, embedded)?))
+            }
+        })
     }
 
     /// Loads the model with an attention of the caller's own and serves it: this is where another engine goes in.

@@ -5,7 +5,7 @@ mod support;
 use std::net::SocketAddr;
 
 use serde_json::{Value, json};
-use shardcheck_serve::service::{Service, ServiceConfig};
+use shardcheck_serve::service::{AttentionChoice, Service, ServiceConfig};
 use support::client::{Client, complete, metric};
 use support::tiny::Tiny;
 use tempfile::NamedTempFile;
@@ -20,6 +20,7 @@ impl Served {
         let file = Tiny::new(5).file();
         let mut config = ServiceConfig::new(file.path().to_path_buf());
         config.model_name = "tiny".to_string();
+        config.attention = AttentionChoice::SHARDED;
         config.block_tokens = 4;
         config.engine.prefill_tokens = 16;
         config.engine.threads = 2;
@@ -139,11 +140,15 @@ fn a_continuation_has_the_log_probabilities_that_teacher_forcing_gives_it() {
 
 #[test]
 fn a_fault_of_decode_alone_is_in_what_is_generated_and_not_in_what_is_scored() {
-    use shardcheck_serve::attention::fault::Fault;
+    use shardcheck_serve::attention::{dtype::OutputDtype, fault::Fault};
     let interleave = 8;
     let served = Served::new(|config| {
         (config.ranks, config.interleave_tokens, config.block_tokens) = (4, interleave, 8);
-        (config.fault, config.fault_max_rows) = (Some(Fault::DropLastTokenOnBoundary), 1);
+        config.attention = AttentionChoice::Sharded {
+            dtype: OutputDtype::F32,
+            fault: Some(Fault::DropLastTokenOnBoundary),
+            fault_max_rows: 1,
+        };
     });
     let healthy = Served::new(|config| {
         (config.ranks, config.interleave_tokens, config.block_tokens) = (4, interleave, 8);
@@ -177,14 +182,20 @@ fn ranks_merge_orders_and_dtypes_agree_as_far_as_their_rounding_goes() {
     for merge in MergeOrder::ALL {
         let four = scores(&|config| (config.ranks, config.merge) = (4, merge));
         assert!(worst(&one, &four) < 1e-4, "{merge}");
+        let attention =
+            AttentionChoice::Sharded { dtype: OutputDtype::Bf16, fault: None, fault_max_rows: usize::MAX };
         let rounded =
-            scores(&|config| (config.ranks, config.merge, config.dtype) = (4, merge, OutputDtype::Bf16));
+            scores(&|config| (config.ranks, config.merge, config.attention) = (4, merge, attention));
         let difference = worst(&one, &rounded);
         assert!(difference > 1e-3 && difference < 1.0, "{merge} bf16: {difference}");
     }
     for fault in ["lse-base-2", "drop-last-token-on-boundary", "rank-lse-offset"] {
-        let wrong =
-            scores(&|config| (config.ranks, config.fault) = (4, Some(fault.parse().expect("a fault"))));
+        let attention = AttentionChoice::Sharded {
+            dtype: OutputDtype::F32,
+            fault: Some(fault.parse().expect("a fault")),
+            fault_max_rows: usize::MAX,
+        };
+        let wrong = scores(&|config| (config.ranks, config.attention) = (4, attention));
         assert!(worst(&one, &wrong) > 0.1, "{fault}");
     }
 }

@@ -56,17 +56,17 @@ impl Program {
 fn it_prints_its_address_says_what_computes_and_serves() {
     let file = Tiny::new(5).file();
     let arguments =
-        ["--dcp", "4", "--interleave", "2", "--served-model-name", "mine", "--fault", "rank-lse-offset"];
+        ["--dcp", "4", "--interleave", "2", "--served-model-name", "mine", "--fault", "owner-rotated"];
     let (mut program, address) = Program::start(file.path(), &arguments);
     assert!(address.ip().is_loopback());
     assert_eq!(complete(address, &json!({"model": "mine", "prompt": "a"}))["model"], json!("mine"));
-    let label =
-        "dcp=\"4\",interleave=\"2\",block_size=\"16\",merge=\"a2a\",dtype=\"f32\",fault=\"rank-lse-offset\"";
+    let label = "attention=\"embedded\",dcp=\"4\",interleave=\"2\",block_size=\"16\",merge=\"a2a\",dtype=\"bf16\",\
+                 kv_dtype=\"bf16\",fault=\"owner-rotated\"";
     assert_eq!(metric(address, "shardcheck_serve_attention_info", label), 1.0);
     program.signal("-TERM");
     let (status, text) = program.end();
     assert!(status.success(), "{text}");
-    assert!(text.contains("mine: sharded W=4 S=2 B=16") && text.contains("fault rank-lse-offset"), "{text}");
+    assert!(text.contains("mine: embedded W=4 S=2 B=16") && text.contains("fault owner-rotated"), "{text}");
 }
 
 #[test]
@@ -75,7 +75,7 @@ fn sigterm_lets_a_request_end_and_a_second_one_does_not() {
     let body =
         |max_tokens: usize| json!({"prompt": "go", "max_tokens": max_tokens, "ignore_eos": true}).to_string();
     for signals in [1, 2] {
-        let (mut program, address) = Program::start(file.path(), &[]);
+        let (mut program, address) = Program::start(file.path(), &["--attention", "sharded"]);
         let mut client = Client::connect(address);
         client.send_post("/v1/completions", &body(if signals == 1 { 2500 } else { 29_000 }));
         wait_until("it runs", || metric(address, "vllm:num_requests_running", "") == 1.0);
@@ -103,10 +103,32 @@ fn what_it_cannot_do_is_said_with_what_to_do() {
     };
     let missing = failure(&["--model", "/nowhere.gguf"]);
     assert!(missing.contains("/nowhere.gguf does not exist: run serve/fetch-model"), "{missing}");
-    let fault = failure(&["--model", model, "--port", "0", "--fault", "lse-base-2"]);
+    let fault =
+        failure(&["--model", model, "--port", "0", "--attention", "sharded", "--fault", "lse-base-2"]);
     assert!(fault.contains("needs at least two ranks"), "{fault}");
-    let unknown = failure(&["--model", model, "--dcp", "2", "--fault", "no-such"]);
-    assert!(unknown.contains("drop-last-token-on-boundary"), "{unknown}");
+    for (attention, known) in
+        [("sharded", "drop-last-token-on-boundary"), ("embedded", "committed-prefix-rows")]
+    {
+        let arguments = ["--model", model, "--dcp", "2", "--attention", attention, "--fault", "no-such"];
+        let unknown = failure(&arguments);
+        assert!(unknown.contains(known), "{unknown}");
+    }
+    for (attention, fault, owner) in
+        [("sharded", "owner-rotated", "embedded"), ("embedded", "rank-left-out", "sharded")]
+    {
+        let other = failure(&["--model", model, "--attention", attention, "--fault", fault]);
+        assert!(other.contains(&format!("one of --attention {owner}")), "{other}");
+    }
+    for (option, value, attention) in [
+        ("--kv-dtype", "bf16", "sharded"),
+        ("--attention-dtype", "f32", "embedded"),
+        ("--fault-max-rows", "1", "embedded"),
+    ] {
+        let fault = if attention == "sharded" { "lse-base-2" } else { "owner-rotated" };
+        let arguments = ["--model", model, "--attention", attention, "--fault", fault, option, value];
+        let idle = failure(&arguments);
+        assert!(idle.contains(option) && idle.contains("needs --attention"), "{idle}");
+    }
     let layout = failure(&["--model", model, "--dcp", "2", "--interleave", "3", "--block-size", "16"]);
     assert!(layout.contains("block size 16 is no multiple of interleave 3"), "{layout}");
 }

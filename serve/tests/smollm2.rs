@@ -5,7 +5,7 @@ mod support;
 use std::path::PathBuf;
 
 use serde_json::{Value, json};
-use shardcheck_serve::service::{Service, ServiceConfig};
+use shardcheck_serve::service::{AttentionChoice, Service, ServiceConfig};
 use support::client::complete;
 use support::real_model;
 
@@ -25,24 +25,31 @@ fn greedy(service: &Service, prompt: &str, max_tokens: usize) -> Value {
 #[test]
 fn the_model_answers_with_sense() {
     let Some(model) = real_model("the_model_answers_with_sense") else { return };
-    let service = served(model, |config| config.ranks = 4);
     let cases = [
         ("The capital of France is", " Paris"),
         ("1, 2, 3, 4, 5, 6,", " 7"),
         ("The opposite of hot is", " cold"),
         ("Monday, Tuesday, Wednesday, Thursday,", " Friday"),
     ];
-    for (prompt, expected) in cases {
-        let text = greedy(&service, prompt, 3)["text"].clone();
-        assert!(text.as_str().expect("text").starts_with(expected), "{prompt} {text}");
+    for attention in [AttentionChoice::SHARDED, AttentionChoice::EMBEDDED] {
+        let service = served(model.clone(), |config| (config.ranks, config.attention) = (4, attention));
+        for (prompt, expected) in cases {
+            let text = greedy(&service, prompt, 3)["text"].clone();
+            assert!(text.as_str().expect("text").starts_with(expected), "{attention:?}: {prompt} {text}");
+        }
     }
 }
 
 #[test]
 fn four_ranks_say_what_one_says_or_diverge_at_a_tie() {
     let Some(model) = real_model("four_ranks_say_what_one_says_or_diverge_at_a_tie") else { return };
-    let one = served(model.clone(), |_| {});
-    let four = served(model, |config| (config.ranks, config.interleave_tokens) = (4, 2));
+    let sharded = |ranks, interleave_tokens| {
+        served(model.clone(), |config| {
+            config.attention = AttentionChoice::SHARDED;
+            (config.ranks, config.interleave_tokens) = (ranks, interleave_tokens);
+        })
+    };
+    let (one, four) = (sharded(1, 1), sharded(4, 2));
     for prompt in ["Once upon a time, there was", "The three laws of motion are:", "def fibonacci(n):\n"] {
         let [a, b] = [&one, &four].map(|service| greedy(service, prompt, 24));
         let column =

@@ -22,7 +22,7 @@ const NORMAL_MEDIAN: f64 = 0.6745;
 /// The tenth percentile of the absolute value of a normal variable, in standard deviations.
 const NORMAL_TENTH: f64 = 0.1257;
 /// How much wider noise may be at its usual positions than at its quietest tenth.
-const QUIET_FACTOR: f64 = 4.0;
+const QUIET_FACTOR: f64 = 10.0;
 /// So many positions that can show noise are enough for a route to have its own width.
 const LEAST_TELLING: usize = 20;
 /// A needle's token counts as recalled from this probability on.

@@ -142,7 +142,7 @@ pub fn first_step(positions: &[Position], is_bad: &[bool], sharding: Sharding) -
             && firsts.len() >= LEAST_PROMPTS
             && good_before.len() >= LEAST_GOOD_BEFORE
             && firsts.iter().all(at_place)
-            && !good_before.iter().any(|context| at_place(context));
+            && !good_before.iter().any(at_place);
         told.then(|| {
             format!("each prompt first goes beyond the limit at a context of {place} mod {period} (a {name})")
         })

@@ -1,10 +1,14 @@
 //! The reasons for a verdict on log-probabilities, in words with figures: signs of a fault, doubts, remarks.
 
+use std::collections::BTreeMap;
+
 use super::judge::{CHURN_FACTOR, JudgeInput, LEAST_LIMIT, RouteFigures};
 use super::probe::{Position, ProbeResult, Route};
 
 /// A length stands out when all its prompts have this many times the usual root mean square.
 const STANDS_OUT: f64 = 6.0;
+/// Positions of a prompt on a route that make a root mean square worth comparing.
+const LEAST_POSITIONS: u32 = 4;
 /// A shift of the mean by this many standard errors is systematic.
 const SYSTEMATIC_Z: f64 = 5.0;
 /// Smallest systematic shift that counts as a fault, in log-odds.
@@ -70,7 +74,7 @@ pub(super) fn faults(
             ));
         }
     }
-    faults.extend(standing_out(results, lengths));
+    faults.extend(Route::ALL.iter().filter_map(|route| standing_out(results, lengths, *route)));
     faults
 }
 
@@ -91,21 +95,22 @@ pub(super) fn notes(
     Vec::new()
 }
 
-/// Lengths whose every prompt is noisier than the rest by far.
-fn standing_out(results: &[ProbeResult], lengths: &[u64]) -> Option<String> {
+/// Lengths whose every prompt is noisier than the rest by far, on one route.
+fn standing_out(results: &[ProbeResult], lengths: &[u64], route: Route) -> Option<String> {
     let rms = |result: &ProbeResult| {
-        let squares: f64 = result.positions.iter().map(|position| position.shift.powi(2)).sum();
-        (squares / result.positions.len().max(1) as f64).sqrt()
+        let mine = result.positions.iter().filter(|position| position.route == route);
+        let (count, squares) =
+            mine.fold((0, 0.0), |(count, sum), position| (count + 1, sum + position.shift * position.shift));
+        (count >= LEAST_POSITIONS).then(|| (squares / f64::from(count)).sqrt())
     };
-    let all: Vec<f64> = results.iter().map(rms).collect();
-    let mut sorted = all.clone();
-    sorted.sort_by(f64::total_cmp);
-    let usual = *sorted.get(sorted.len() / 2)?;
-    let limit = (STANDS_OUT * usual).max(0.1 * LEAST_LIMIT);
-    let mut by_length: std::collections::BTreeMap<u64, Vec<f64>> = Default::default();
-    for (length, rms) in lengths.iter().zip(&all) {
-        by_length.entry(*length).or_default().push(*rms);
+    let mut by_length: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
+    for (length, rms) in lengths.iter().zip(results.iter().map(rms)) {
+        by_length.entry(*length).or_default().extend(rms);
     }
+    let mut all: Vec<f64> = by_length.values().flatten().copied().collect();
+    all.sort_by(f64::total_cmp);
+    let usual = *all.get(all.len() / 2)?;
+    let limit = (STANDS_OUT * usual).max(0.1 * LEAST_LIMIT);
     let loud: Vec<String> = by_length
         .iter()
         .filter(|(_, values)| values.len() >= 2 && values.iter().all(|value| *value > limit))
@@ -113,7 +118,7 @@ fn standing_out(results: &[ProbeResult], lengths: &[u64]) -> Option<String> {
         .collect();
     (!loud.is_empty()).then(|| {
         format!(
-            "prompts of {} tokens differ more than {STANDS_OUT} times as much as the others, each time",
+            "{route}: prompts of {} tokens differ more than {STANDS_OUT} times as much as the others, each time",
             loud.join(", ")
         )
     })

@@ -254,8 +254,7 @@ fn partial_lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let comparison = localise::partial_lse(material, laboratory.observed()?)?;
     let axes = localise::gathered_axes(material, 1);
     let headline = "a rank's LSE is outside its bound";
-    let stage = localise::stage_of(laboratory, Stage::Partial);
-    Ok(comparison.finding(headline, stage, |flat| material.place(flat, &axes)))
+    Ok(located(laboratory, &comparison, headline, Stage::Partial, &axes))
 }
 
 fn partial_output(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -263,8 +262,19 @@ fn partial_output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let comparison = localise::partial_output(material, laboratory.observed()?)?;
     let axes = localise::gathered_axes(material, material.exchanged_dim(laboratory.observed()?));
     let headline = "a rank's partial output is outside its bound";
-    let stage = localise::stage_of(laboratory, Stage::Partial);
-    Ok(comparison.finding(headline, stage, |flat| material.place(flat, &axes)))
+    Ok(located(laboratory, &comparison, headline, Stage::Partial, &axes))
+}
+
+/// The finding of a comparison. The stage is looked for only where something fails: it reads the caches back.
+fn located(
+    laboratory: &Laboratory,
+    comparison: &Comparison,
+    headline: &str,
+    last: Stage,
+    axes: &[(&'static str, usize)],
+) -> Finding {
+    let stage = if comparison.holds() { last } else { localise::stage_of(laboratory, last) };
+    comparison.finding(headline, stage, |flat| laboratory.attention().place(flat, axes))
 }
 
 /// Compares the outputs of all ranks with global attention.
@@ -330,9 +340,8 @@ fn lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let comparison = compare_lse(material, laboratory.observed()?)?;
     let shape = material.output_shape();
     let axes = [("rank", shape[0]), ("row", shape[1]), ("head", shape[2])];
-    let stage = localise::stage_of(laboratory, Stage::Merge);
     let headline = "a merged LSE is not that of global attention";
-    Ok(comparison.finding(headline, stage, |flat| material.place(flat, &axes)))
+    Ok(located(laboratory, &comparison, headline, Stage::Merge, &axes))
 }
 
 fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -32,7 +32,7 @@ impl HalfUlp {
 
 /// One part's contribution to an output element.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Contribution {
+pub(crate) struct Contribution {
     /// Merge weight `g`.
     pub weight: f64,
     /// Exact partial output `o_r`.
@@ -49,19 +49,19 @@ impl Contribution {
 }
 
 /// E4: `Σ g·hulp(|o_r| + preR)`, partial outputs rounded to the format in which they travel.
-pub(super) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 {
+pub(crate) fn partial_rounding(parts: &[Contribution], partial: HalfUlp) -> f64 {
     parts.iter().map(|part| part.weight * partial.at(part.magnitude())).sum()
 }
 
-/// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the
-/// format in which the partials arrive.
-pub(super) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
+/// `G = Σ g(|o_r| + preR)(1 + u)`: the sum of magnitudes that the merge adds up, `u` being the roundoff of the format
+/// in which the partials arrive.
+pub(crate) fn merged_magnitude(parts: &[Contribution], roundoff: f64) -> f64 {
     parts.iter().map(|part| part.weight * part.magnitude() * (1.0 + roundoff)).sum()
 }
 
 /// E5 without the common error of the weights: `(W + 4)u·G` for products and sums in binary32, and for a merge in
 /// bf16 the rounding of every product and of every sum but the last, which is the final rounding.
-pub(super) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roundoff: f64) -> f64 {
+pub(crate) fn merge_arithmetic(contract: &Contract, parts: &[Contribution], roundoff: f64) -> f64 {
     let magnitude = merged_magnitude(parts, roundoff);
     let in_f32 = (parts.len() + 4) as f64 * U32 * magnitude;
     match contract.merge {

@@ -89,9 +89,9 @@ impl ExponentError {
     }
 }
 
-/// `η`, the error of a merge weight's exponent: LSEs rounded to binary32, log, exp and subtraction in the merge,
-/// and whatever the LSE loses on its way. Zero where nothing is merged.
-pub(super) fn merge_weight_error(contract: &Contract, parts: usize, largest_lse: f64) -> f64 {
+/// `η`, the error of a merge weight's exponent: LSEs rounded to binary32, log, exp and subtraction in the merge, and
+/// whatever the LSE loses on its way. Zero where nothing is merged.
+pub(crate) fn merge_weight_error(contract: &Contract, parts: usize, largest_lse: f64) -> f64 {
     if parts <= 1 {
         return 0.0;
     }

@@ -16,7 +16,8 @@ fn parts_of(property: &str) -> Vec<String> {
     };
     const ATTEND: [&str; 3] = ["decode", "verify", "draft"];
     match (family, what) {
-        ("layout", "partition" | "slots" | "slot-bijection") => all(&["layout"], &["slots"]),
+        ("layout", "partition") => all(&["layout"], &["slots", "local_lens"]),
+        ("layout", "slots" | "slot-bijection") => all(&["layout"], &["slots"]),
         ("layout", "local-lengths") => all(&["layout"], &["local_lens"]),
         ("layout", "row-sum" | "row-lengths") => all(&["layout"], &["row_lens"]),
         ("layout", "draft-lengths") => all(&["layout"], &["draft_lens"]),
@@ -36,6 +37,8 @@ fn parts_of(property: &str) -> Vec<String> {
         ("decode" | "verify" | "draft" | "merge" | "states" | "segments" | "context", "lse") => {
             all(&[family], &["lse"])
         }
+        // the N-way merge against a fold of two-state merges: either may be the one that is wrong
+        ("merge", "fold") => all(&["merge", "states"], &["out", "lse"]),
         ("merge" | "states", _) => all(&[family], &["out", "lse"]),
         ("context", "state") => all(&["context"], &["context_out", "context_lse"]),
         ("context", "gather") => all(&["context"], &["gathered_key"]),

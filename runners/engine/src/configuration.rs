@@ -259,7 +259,8 @@ mod tests {
 
     #[test]
     fn each_contradiction_is_named() {
-        let cases: [(fn(&mut Configuration), &str); 6] = [
+        type Break = fn(&mut Configuration);
+        let cases: [(Break, &str); 6] = [
             (|c| c.dcp = 3, "does not divide tp"),
             (|c| c.interleave = 16, "larger than the block size"),
             (|c| c.interleave = 3, "not a multiple of interleave"),

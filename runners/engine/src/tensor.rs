@@ -85,7 +85,8 @@ impl Tensor {
         Ok(Self { dtype, shape, strides: None, bytes })
     }
 
-    /// A strided view: element `(i0, i1, …)` lies at `Σ i_k · strides[k]`, in elements from the start of `bytes`.
+    /// A strided view: element `(i0, i1, …)` lies at `Σ i_k · strides[k]`, in elements from the start of `bytes`. With
+    /// row-major strides and no byte to spare it is a contiguous tensor.
     ///
     /// # Errors
     /// [`TensorError::Strides`] when the axes disagree, [`TensorError::Truncated`] when the last element lies outside.
@@ -99,7 +100,11 @@ impl Tensor {
             return Err(TensorError::Strides { shape, strides });
         }
         match reach_bytes(dtype, &shape, Some(&strides)) {
-            Some(needed) if needed <= bytes.len() => Ok(Self { dtype, shape, strides: Some(strides), bytes }),
+            Some(needed) if needed <= bytes.len() => {
+                // one array, one form: equal tensors must compare equal however they were made
+                let plain = needed == bytes.len() && strides == row_major(&shape);
+                Ok(Self { dtype, shape, strides: (!plain).then_some(strides), bytes })
+            }
             needed => Err(TensorError::Truncated {
                 shape,
                 dtype,

@@ -69,6 +69,7 @@ impl From<GenerateError> for ApiError {
         let message = error.to_string();
         match error {
             GenerateError::NotFinite { .. } => Self::new(500, "not_finite", message),
+            GenerateError::Attention(_) => Self::new(500, "attention_failed", message),
             GenerateError::Cancelled | GenerateError::Stopped => Self::new(503, "stopping", message),
         }
     }

@@ -1,13 +1,24 @@
 //! Attention as the model sees it: something that keeps keys and values and computes output for query rows.
 //!
 //! The model never sees ranks, blocks of ranks, partials or merges; an engine that implements [`Attention`] decides
-//! them. [`sharded`] is the implementation of this crate.
+//! them. [`sharded`] is this crate's own implementation, [`embedded`] lends the project's multi-rank engine.
 
 pub mod dtype;
+pub mod embedded;
 pub mod fault;
 pub mod interleave;
 pub mod merge;
 pub mod sharded;
+
+use thiserror::Error;
+
+/// What an engine said when it failed.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[error("attention failed: {text}")]
+pub struct AttentionError {
+    /// The engine's own words.
+    pub text: String,
+}
 
 /// Extents that a model gives to its attention.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +65,8 @@ pub struct AttentionPath {
     pub merge: String,
     /// Dtype of partial and merged outputs, e.g. `f32`.
     pub dtype: String,
+    /// Dtype of the KV cache, e.g. `bf16`.
+    pub kv_dtype: String,
     /// The injected fault, if any.
     pub fault: Option<String>,
 }
@@ -66,6 +79,9 @@ pub struct AttentionPath {
 /// several tables, where sequences share a prefix.
 ///
 /// Keys arrive rotated (RoPE applied); the scale of the scores is 1/√head_dim.
+///
+/// After an error, nothing that was stored counts any more: the caller gives up every sequence under way and forgets
+/// every prefix. The implementation must take new sequences then, or go on failing.
 pub trait Attention: Send + Sync {
     /// What computes.
     fn path(&self) -> AttentionPath;
@@ -80,6 +96,9 @@ pub trait Attention: Send + Sync {
     ///
     /// `keys` and `values`: f32, `[tokens, kv_heads, head_dim]`. What was there before is overwritten. Several calls
     /// for one position come only with another layer, or to replace a rejected draft token.
+    ///
+    /// # Errors
+    /// [`AttentionError`] when the engine fails.
     fn store(
         &mut self,
         layer: usize,
@@ -87,12 +106,15 @@ pub trait Attention: Send + Sync {
         first_position: usize,
         keys: &[f32],
         values: &[f32],
-    );
+    ) -> Result<(), AttentionError>;
 
     /// Causal attention of the last `rows` tokens of a sequence of `total_tokens`, whose keys are all stored.
     ///
     /// `queries` and `out`: f32, `[rows, query_heads, head_dim]`; rows = `queries.len()` / query elements. Row t attends
     /// to the positions `0 .. total_tokens − rows + 1 + t`.
+    ///
+    /// # Errors
+    /// [`AttentionError`] when the engine fails; `out` is undefined then.
     fn attend(
         &self,
         layer: usize,
@@ -100,5 +122,5 @@ pub trait Attention: Send + Sync {
         total_tokens: usize,
         queries: &[f32],
         out: &mut [f32],
-    );
+    ) -> Result<(), AttentionError>;
 }

@@ -10,7 +10,7 @@ use super::dtype::OutputDtype;
 use super::fault::{Fault, Policies};
 use super::interleave::{Interleave, LayoutError};
 use super::merge::{MergeOrder, merge};
-use super::{Attention, AttentionPath, AttentionShape};
+use super::{Attention, AttentionError, AttentionPath, AttentionShape};
 use crate::kernels::{LANES, Simd, add_weighted, exponentials, scores};
 
 /// Why a sharded attention can't be made.
@@ -197,6 +197,7 @@ impl Attention for Sharded {
             block_tokens: self.config.layout.block_tokens(),
             merge: self.config.merge.name().to_string(),
             dtype: self.config.dtype.name().to_string(),
+            kv_dtype: "f32".to_string(),
             fault: self.config.fault.map(|fault| match self.config.fault_max_rows {
                 usize::MAX => fault.name().to_string(),
                 rows => format!("{fault} in calls of up to {rows} rows"),
@@ -219,7 +220,7 @@ impl Attention for Sharded {
         first_position: usize,
         keys: &[f32],
         values: &[f32],
-    ) {
+    ) -> Result<(), AttentionError> {
         assert_eq!(keys.len(), values.len(), "as many keys as values");
         let (layout, dim) = (self.config.layout, self.shape.head_dim);
         let tokens =
@@ -234,6 +235,7 @@ impl Attention for Sharded {
                 self.shards[shard].values[to..to + dim].copy_from_slice(&value[from..from + dim]);
             }
         }
+        Ok(())
     }
 
     fn attend(
@@ -243,7 +245,7 @@ impl Attention for Sharded {
         total_tokens: usize,
         queries: &[f32],
         out: &mut [f32],
-    ) {
+    ) -> Result<(), AttentionError> {
         assert_eq!(queries.len(), out.len(), "as many outputs as queries");
         let row_elements = self.shape.query_elements();
         let group_elements = self.shape.group() * self.shape.head_dim;
@@ -262,7 +264,7 @@ impl Attention for Sharded {
                     self.group(place(kv_head), visible(row), query, out, scratch);
                 },
             );
-            return;
+            return Ok(());
         }
         let tiles = out.par_chunks_mut(TILE_ROWS * row_elements).enumerate();
         tiles.for_each_init(Scratch::default, |scratch, (tile, out)| {
@@ -281,6 +283,7 @@ impl Attention for Sharded {
                 }
             }
         });
+        Ok(())
     }
 }
 
@@ -314,7 +317,7 @@ mod tests {
         let mut first = 0;
         for piece in [1, 5, 2, 30, 3].into_iter().cycle() {
             let range = first * kv..(first + piece).min(tokens) * kv;
-            attention.store(1, &table, first, &keys[range.clone()], &values[range]);
+            attention.store(1, &table, first, &keys[range.clone()], &values[range]).expect("it never fails");
             first += piece;
             if first >= tokens {
                 break;
@@ -322,7 +325,7 @@ mod tests {
         }
         let queries = noise(rows * SHAPE.query_elements(), 3);
         let mut out = vec![f32::NAN; queries.len()];
-        attention.attend(1, &table, tokens, &queries, &mut out);
+        attention.attend(1, &table, tokens, &queries, &mut out).expect("it never fails");
         out
     }
 
@@ -378,14 +381,18 @@ mod tests {
         let mut attention = Sharded::new(SHAPE, config(4, 2, 4), Simd::detect()).expect("valid config");
         let table: Vec<u32> = (0..attention.virtual_blocks() as u32).collect();
         let kv = SHAPE.kv_elements();
-        attention.store(0, &table, 0, &noise(tokens * kv, 1), &noise(tokens * kv, 2));
+        attention
+            .store(0, &table, 0, &noise(tokens * kv, 1), &noise(tokens * kv, 2))
+            .expect("it never fails");
         let queries = noise(tokens * SHAPE.query_elements(), 3);
         let mut together = vec![0.0; queries.len()];
-        attention.attend(0, &table, tokens, &queries, &mut together);
+        attention.attend(0, &table, tokens, &queries, &mut together).expect("it never fails");
         for row in 0..tokens {
             let range = row * SHAPE.query_elements()..(row + 1) * SHAPE.query_elements();
             let mut alone = vec![0.0; range.len()];
-            attention.attend(0, &table, row + 1, &queries[range.clone()], &mut alone);
+            attention
+                .attend(0, &table, row + 1, &queries[range.clone()], &mut alone)
+                .expect("it never fails");
             assert_eq!(alone, together[range], "row {row}");
         }
     }

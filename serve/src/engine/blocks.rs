@@ -134,6 +134,12 @@ impl BlockPool {
         }
     }
 
+    /// Forgets every prefix: what the blocks held is lost.
+    pub fn forget_all(&mut self) {
+        self.nodes.clear();
+        self.blocks.iter_mut().for_each(|block| block.node = None);
+    }
+
     /// The remembered blocks that `prompt` starts with, and the node of the last.
     fn remembered(&self, prompt: &[TokenId]) -> (Vec<u32>, u64) {
         let (mut found, mut node) = (Vec::new(), ROOT);
@@ -184,6 +190,15 @@ mod tests {
         assert_eq!((cached, &again[..2]), (8, &table[..2]));
         let other: Vec<TokenId> = [1].into_iter().chain(1..10).collect();
         assert_eq!(run(&mut pool, &other, 12).1, 0, "the first token differs");
+    }
+
+    #[test]
+    fn a_pool_that_has_forgotten_all_offers_nothing_and_works_on() {
+        let mut pool = BlockPool::new(4, 2, true);
+        run(&mut pool, &[1, 2, 3, 4, 5], 6);
+        pool.forget_all();
+        assert_eq!(run(&mut pool, &[1, 2, 3, 4, 5], 8).1, 0);
+        assert_eq!((run(&mut pool, &[1, 2, 3, 4, 5], 8).1, pool.held()), (4, 0));
     }
 
     #[test]

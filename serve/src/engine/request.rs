@@ -7,6 +7,7 @@ use thiserror::Error;
 
 use super::logprobs::TokenLogprob;
 use super::sampling::Sampling;
+use crate::attention::AttentionError;
 use crate::tokenizer::TokenId;
 
 /// One prompt to continue.
@@ -121,6 +122,9 @@ pub enum GenerateError {
         /// Position in the sequence.
         position: usize,
     },
+    /// The engine of the attention failed, perhaps over another request of the same step.
+    #[error(transparent)]
+    Attention(#[from] AttentionError),
     /// The caller went away.
     #[error("the request was cancelled")]
     Cancelled,

@@ -11,7 +11,7 @@ use super::logprobs::token_logprob;
 use super::request::{Finish, GenerateError};
 use super::sequence::Sequence;
 use super::{EngineConfig, Shared, draft};
-use crate::attention::Attention;
+use crate::attention::{Attention, AttentionError};
 use crate::metrics::Metrics;
 use crate::model::{Model, Span};
 use crate::tokenizer::{TokenId, Tokenizer};
@@ -126,7 +126,10 @@ impl Scheduler {
             })
             .collect();
         let (model, attention) = (&self.model, self.attention.as_mut());
-        let logits = self.threads.install(|| model.forward(attention, &spans));
+        let logits = match self.threads.install(|| model.forward(attention, &spans)) {
+            Ok(logits) => logits,
+            Err(error) => return self.fail_all(&error),
+        };
         let vocabulary = self.model.config().vocabulary;
         let mut rest = logits.as_slice();
         let mut still_running = Vec::with_capacity(self.running.len());
@@ -150,6 +153,15 @@ impl Scheduler {
             }
         }
         self.running = still_running;
+    }
+
+    /// Every sequence under way has lost its keys and values, and so has every remembered prefix.
+    fn fail_all(&mut self, error: &AttentionError) {
+        for sequence in self.running.drain(..) {
+            self.metrics.aborted.add(1);
+            self.blocks.release(sequence.fail(GenerateError::Attention(error.clone())));
+        }
+        self.blocks.forget_all();
     }
 
     /// The rows of the next step, one entry per running sequence.
