@@ -13,3 +13,8 @@ pub mod sensitivity;
 pub mod simulation;
 mod sums;
 mod torch;
+
+/// Whether a value keeps a limit; NaN keeps none.
+fn within(value: f64, limit: f64) -> bool {
+    value <= limit
+}

@@ -15,7 +15,7 @@ use shardcheck_references::statistics::Model;
 use shardcheck_references::visibility::Visible;
 
 use super::inputs::{CacheFormat, Family, Shape, Tensors};
-use super::{peak, progress, torch};
+use super::{peak, progress, torch, within};
 use crate::expected::allowed_out;
 use crate::explain::Table;
 use crate::judge::Comparison;
@@ -188,7 +188,7 @@ fn timing(shape: OracleShape, tokens: usize, runs: usize, with_torch: bool) -> R
             torch::measure(&tensors, runs).map_err(|why| format!("the PyTorch reference: {why}"))?;
         let pairs = reference.out.iter().zip(&certified.out);
         let far = pairs.map(|(torch, own)| (torch - own).abs()).fold(0.0, f64::max);
-        if reference.out.len() != certified.out.len() || !(far <= AGREEMENT) {
+        if reference.out.len() != certified.out.len() || !within(far, AGREEMENT) {
             return Err(format!("the PyTorch reference differs by {far:e} at {shape}, {tokens} tokens"));
         }
         Some(middle(reference.seconds))

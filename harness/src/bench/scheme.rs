@@ -10,6 +10,7 @@ use shardcheck_references::statistics::{Detector, Examination};
 use shardcheck_references::visibility::Visible;
 
 use super::simulation::Simulated;
+use super::within;
 
 /// A rule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -124,10 +125,10 @@ impl Answer<'_> {
             Scheme::Probable => self.probable.is_some_and(|pre| self.is_outside(pre)),
             Scheme::Fixed1 => self.share_beyond(1e-2) > 0.0,
             Scheme::Fixed2 => self.share_beyond(2e-2) > 0.0,
-            Scheme::Twice => self.twice.is_some_and(|limit| !(self.largest_error() <= limit)),
+            Scheme::Twice => self.twice.is_some_and(|limit| !within(self.largest_error(), limit)),
             Scheme::FivePercent => self.share_beyond(1e-2) > 0.05,
-            Scheme::Frobenius => !(self.relative_norm() <= 1e-2),
-            Scheme::Cosine => !(self.cosine_distance() <= 1e-5),
+            Scheme::Frobenius => !within(self.relative_norm(), 1e-2),
+            Scheme::Cosine => !within(self.cosine_distance(), 1e-5),
             Scheme::ChiSquare => self.alarms(&[Detector::ChiSquare, Detector::RowChiSquare]),
             Scheme::Token => self.alarms(&[Detector::Token, Detector::Block]),
             Scheme::Rank => self.alarms(&[Detector::RankLse]),
@@ -152,7 +153,7 @@ impl Answer<'_> {
 
     fn share_beyond(&self, tolerance: f64) -> f64 {
         let beyond =
-            self.pairs().filter(|(seen, out)| !((seen - out).abs() <= tolerance * (1.0 + out.abs())));
+            self.pairs().filter(|(seen, out)| !within((seen - out).abs(), tolerance * (1.0 + out.abs())));
         beyond.count() as f64 / self.seen.out.len().max(1) as f64
     }
 
@@ -179,7 +180,7 @@ impl Answer<'_> {
 
     fn lse_is_outside(&self) -> bool {
         let beyond = |seen: f64, exact: f64, bound: f64, practical: Option<f64>| {
-            seen != exact && !((seen - exact).abs() <= practical.unwrap_or(bound))
+            seen != exact && !within((seen - exact).abs(), practical.unwrap_or(bound))
         };
         let certified = self.certified;
         let merged = self.seen.lse.iter().zip(&certified.lse).enumerate();

@@ -69,13 +69,18 @@ impl Knobs {
     };
 }
 
+/// Changes the positions that a rank attends to for a row: `(row, rank, positions)`.
+pub type ChangeOfHeld<'a> = &'a (dyn Fn(usize, usize, &mut Vec<usize>) + Sync);
+/// Changes a rank's natural LSE: `(rank, LSE)`.
+pub type ChangeOfLse<'a> = &'a (dyn Fn(usize, f32) -> f32 + Sync);
+
 /// What a faulty engine does differently.
 #[derive(Default, Clone, Copy)]
 pub struct Tampering<'a> {
-    /// Changes the positions that a rank attends to for a row: `(row, rank, positions)`.
-    pub held: Option<&'a (dyn Fn(usize, usize, &mut Vec<usize>) + Sync)>,
-    /// Changes a rank's LSE on its way to the merge: `(rank, natural LSE)`.
-    pub lse: Option<&'a (dyn Fn(usize, f32) -> f32 + Sync)>,
+    /// What ranks attend to.
+    pub held: Option<ChangeOfHeld<'a>>,
+    /// What they return as their LSE.
+    pub lse: Option<ChangeOfLse<'a>>,
     /// Merge weights are relative to the largest LSE and their sum is never divided by.
     pub unnormalised: bool,
 }

@@ -126,7 +126,7 @@ struct SensitivityArgs {
 /// A count that may be written with an exponent.
 fn count(text: &str) -> Result<u64, String> {
     let number: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
-    if number >= 1.0 && number <= 1e15 && number.fract() == 0.0 {
+    if (1.0..=1e15).contains(&number) && number.fract() == 0.0 {
         Ok(number as u64)
     } else {
         Err(format!("{text} is no whole number between 1 and 1e15"))

@@ -6,7 +6,7 @@ use shardcheck_references::statistics::{BLOCK_TOKENS, Examination};
 
 use super::{DIM, HEADS, KV_HEADS, RANKS, ROWS};
 use crate::bench::inputs::Tensors;
-use crate::bench::simulation::{Simulated, Tampering, round_to};
+use crate::bench::simulation::{ChangeOfHeld, ChangeOfLse, Simulated, Tampering, round_to};
 
 /// A fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -157,10 +157,10 @@ impl SizedFault {
         // of the tokens that every row sees
         let token = random.below((tokens - ROWS) as u64) as usize;
         let rank = random.below(RANKS as u64) as usize;
-        let holding = |held: &(dyn Fn(usize, usize, &mut Vec<usize>) + Sync)| {
+        let holding = |held: ChangeOfHeld| {
             run(tensors, &Tampering { held: Some(held), ..Tampering::default() })
         };
-        let sending = |lse: &(dyn Fn(usize, f32) -> f32 + Sync)| {
+        let sending = |lse: ChangeOfLse| {
             run(tensors, &Tampering { lse: Some(lse), ..Tampering::default() })
         };
         let changed = |change: &dyn Fn(&mut Tensors)| {
