@@ -1,6 +1,7 @@
 //! The harness: select → run → judge → explain → report.
 
 pub mod bench;
+mod attribute;
 pub mod cli;
 pub mod commands;
 pub mod diff;
@@ -19,6 +20,7 @@ pub mod material;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;
+pub mod probing;
 pub mod properties;
 pub mod record;
 pub mod recording;

@@ -222,6 +222,15 @@ impl AttentionMaterial {
             .map_err(Halt::Inconclusive)
     }
 
+    /// The same case with other inputs.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when the case contradicts itself.
+    pub(crate) fn with_inputs(&self, inputs: Inputs) -> Result<Self, Halt> {
+        Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
+            .map_err(Halt::Inconclusive)
+    }
+
     /// What the session is opened with.
     pub fn configuration(&self) -> &Configuration {
         &self.case.configuration
@@ -494,7 +503,10 @@ impl AttentionMaterial {
         self.context.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
     }
 
-    /// The rounding contract of the case.
+    /// The rounding contract of the case's step, its merge being that of the configured backend.
+    ///
+    /// # Errors
+    /// The engine declares none.
     pub(crate) fn contract(&self) -> Result<Contract, String> {
         contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
             format!("the engine declares no rounding contract for {}", operation_of(self.family))

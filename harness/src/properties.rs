@@ -6,6 +6,7 @@ mod equal;
 mod general;
 mod layout;
 mod merge;
+mod probe;
 mod rules;
 mod segments;
 mod sequence;
@@ -58,6 +59,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,
+        probe::PROPERTIES,
         context::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,

@@ -5,6 +5,7 @@ use shardcheck_engine::Tensor;
 use shardcheck_formats::Dtype;
 
 use super::{Property, always};
+use crate::attribute;
 use crate::finding::{Failure, Finding, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed, Run};
@@ -332,6 +333,7 @@ fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut failure =
         comparison.failure("an output is not global attention", stage, |flat| material.place(flat, &axes));
     failure.notes.extend(localise::notes(material, &comparison, shape[2] * shape[3]));
+    failure.notes.extend(attribute::sentences(laboratory));
     Ok(Finding::Broken(Box::new(failure)))
 }
 

@@ -70,9 +70,9 @@ impl<'a> Decoder<'a> {
         let found = None
             .or_else(|| self.as_one_token(sight, right, &counts, seen))
             .or_else(|| self.as_other_prefix(sight, &counts, seen))
-            .or_else(|| self.as_exchange(sight, right, &counts, seen))
             .or_else(|| self.as_other_row(sight, &counts, seen))
             .or_else(|| self.as_other_shares(sight, right, &counts, seen))
+            .or_else(|| self.as_exchange(sight, right, &counts, seen))
             .or_else(|| self.as_pages(sight, right, &counts, seen))
             .or_else(|| self.as_other_interleave(sight, &counts, seen))
             .or_else(|| self.as_other_weights(right, seen));

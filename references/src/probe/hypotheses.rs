@@ -32,10 +32,11 @@ impl Decoder<'_> {
         None
     }
 
-    /// What a row of another request has to see, or as many tokens of another request.
+    /// What a row of another request has to see, as many tokens of another request, or all of them.
     pub(super) fn as_other_row(&self, sight: Sight, counts: &Counts, seen: &Seen) -> Option<Attribution> {
         let rows = self.rows.iter().map(|row| (row.request, row.visible));
-        let others = (0..self.written.len()).map(|request| (request, sight.visible));
+        let whole = self.written.iter().copied().enumerate();
+        let others = (0..self.written.len()).map(|request| (request, sight.visible)).chain(whole);
         for (request, visible) in rows.chain(others).filter(|(request, _)| *request != sight.request) {
             let counted = counts.contains(&(visible as i64));
             if counted && visible > 0 && self.is(&Tally::prefix(self.code, request, visible), seen) {
