@@ -54,6 +54,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
         ("rules", _) => all(&["rules"], &["answers"]),
         ("inputs", "unchanged") => all(&["attend"], &["inputs"]),
+        ("probe", _) => all(&ATTEND, &["out", "lse"]),
         ("statistics", "residual") => all(&["decode", "verify"], &["out"]),
         ("sequence", "second-step") => all(&["second"], &["out"]),
         _ => panic!("no part of the battery shows {property}"),

@@ -11,7 +11,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every rank writes every token, as if the cache were replicated",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#48392", "tpu-inference#3344"],
-        killed_by: &["write.single-writer", "write.round-trip"],
+        killed_by: &[
+            "write.single-writer",
+            "write.round-trip",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.cache.writes = |_, _| true,
     },
     Fault {
@@ -19,7 +26,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a token is stored by the rank behind its owner",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#33309"],
-        killed_by: &["write.single-writer", "write.round-trip", "decode.output"],
+        killed_by: &[
+            "write.single-writer",
+            "write.round-trip",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.cache.writes = |owner, member| if member == 0 { owner > 0 } else { owner + 1 == member },
     },
     Fault {
@@ -35,7 +50,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "graph-padding rows are written into the first request",
         class: FaultClass::Padding,
         bugs: &["vllm-ascend#12840", "ATOM#1229"],
-        killed_by: &["write.single-writer", "write.round-trip", "write.untouched"],
+        killed_by: &[
+            "write.single-writer",
+            "write.round-trip",
+            "write.untouched",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.cache.written_request = |request| Some(request.max(0) as usize),
     },
     Fault {
@@ -49,6 +72,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "decode.partial-lse",
             "equal.placement",
             "attend.given-cache",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| {
             p.cache.seen_entries = |entries| {
@@ -62,7 +89,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "e4m3fnuz codes are read as e4m3fn: values come out doubled",
         class: FaultClass::DtypeScale,
         bugs: &["ATOM#1772"],
-        killed_by: &["decode.output", "decode.partial-lse", "verify.output"],
+        killed_by: &[
+            "decode.output",
+            "decode.partial-lse",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.cache.decode = |codes, format, values| {
                 let dtype = if format.dtype == Dtype::E4m3fnuz { Dtype::E4m3fn } else { format.dtype };
@@ -75,7 +110,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "e4m3fn codes are read as e4m3fnuz: values come out halved",
         class: FaultClass::DtypeScale,
         bugs: &["ATOM#1772"],
-        killed_by: &["decode.output", "decode.partial-lse", "verify.output"],
+        killed_by: &[
+            "decode.output",
+            "decode.partial-lse",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.cache.decode = |codes, format, values| {
                 let dtype = if format.dtype == Dtype::E4m3fn { Dtype::E4m3fnuz } else { format.dtype };
@@ -88,7 +131,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "an e4m3fnuz cache is written in e4m3fn codes and the other way round",
         class: FaultClass::DtypeScale,
         bugs: &["vllm#45562"],
-        killed_by: &["write.round-trip", "decode.output"],
+        killed_by: &[
+            "write.round-trip",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.cache.encode = |values, format, codes| {
                 let dtype = match format.dtype {
@@ -105,7 +155,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "codes are used as they are, without the cache scale",
         class: FaultClass::DtypeScale,
         bugs: &["sglang#34765"],
-        killed_by: &["decode.output", "decode.partial-lse", "verify.output"],
+        killed_by: &[
+            "decode.output",
+            "decode.partial-lse",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.cache.decode = |codes, format, values| decode_with(codes, format.dtype, 1.0, values),
     },
     Fault {
@@ -113,7 +171,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "values are cast into the cache without the cache scale",
         class: FaultClass::DtypeScale,
         bugs: &["vllm#45562"],
-        killed_by: &["write.round-trip", "decode.output"],
+        killed_by: &[
+            "write.round-trip",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.cache.encode =
                 |values, format, codes| encode_with(values, format.dtype, 1.0, Overflow::Saturate, codes)
@@ -124,7 +189,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the cache scale is applied by the reader and again by the kernel",
         class: FaultClass::DtypeScale,
         bugs: &["sglang#34765"],
-        killed_by: &["decode.output", "decode.partial-lse", "verify.output"],
+        killed_by: &[
+            "decode.output",
+            "decode.partial-lse",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.cache.decode = |codes, format, values| {
                 decode_with(codes, format.dtype, format.scale * format.scale, values);
@@ -136,7 +209,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the rotary part of the key is read without the cache scale",
         class: FaultClass::DtypeScale,
         bugs: &["sglang#34765", "TransformerEngine#1896"],
-        killed_by: &["decode.partial-lse", "decode.output", "verify.output"],
+        killed_by: &["decode.partial-lse", "decode.output", "verify.output", "probe.pairing"],
         apply: |p| p.cache.decode = rope_part_unscaled,
     },
     Fault {
@@ -156,7 +229,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "values are cut to the cache format instead of rounded to nearest",
         class: FaultClass::DtypeScale,
         bugs: &["vllm#49435"],
-        killed_by: &["write.round-trip"],
+        killed_by: &["write.round-trip", "probe.needle"],
         apply: |p| p.cache.encode = truncate,
     },
     Fault {
@@ -170,6 +243,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "verify.partial-output",
             "decode.output",
             "context.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| p.cache.value_column = |format| format.key_dim - format.value_dim,
     },

@@ -16,6 +16,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "verify.output",
             "layout.row-lengths",
             "layout.row-sum",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| {
             p.layout.row_len =
@@ -27,7 +31,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the draft offset is subtracted from the local length: len(L, r) − q + 1 + t",
         class: FaultClass::CausalBound,
         bugs: &["vllm#47181", "vllm#46076"],
-        killed_by: &["verify.row-lengths", "layout.row-lengths", "verify.partial-lse", "verify.output"],
+        killed_by: &[
+            "verify.row-lengths",
+            "layout.row-lengths",
+            "verify.partial-lse",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.row_len = |layout, sight| {
                 (local(layout, sight, sight.seq_len) + 1 + sight.row).saturating_sub(sight.query_len)
@@ -45,6 +58,9 @@ pub(super) const FAULTS: &[Fault] = &[
             "verify.lse",
             "verify.output",
             "equal.future",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
         ],
         apply: |p| p.layout.row_len = |layout, sight| local(layout, sight, sight.seq_len),
     },
@@ -59,6 +75,9 @@ pub(super) const FAULTS: &[Fault] = &[
             "verify.lse",
             "verify.output",
             "equal.future",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
         ],
         apply: |p| {
             p.layout.row_len = |layout, sight| local(layout, sight, (edge(sight) + 1).min(sight.seq_len))
@@ -69,7 +88,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the causal edge is one position early: a row does not see its own token",
         class: FaultClass::CausalBound,
         bugs: &["vllm#47181"],
-        killed_by: &["decode.row-lengths", "decode.output", "verify.row-lengths", "verify.output"],
+        killed_by: &[
+            "decode.row-lengths",
+            "decode.output",
+            "verify.row-lengths",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.row_len = |layout, sight| local(layout, sight, edge(sight).saturating_sub(1)),
     },
     Fault {
@@ -77,7 +105,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the causal edges of a request are given to its rows in reverse order",
         class: FaultClass::CausalBound,
         bugs: &["vllm-ascend#6491"],
-        killed_by: &["verify.row-lengths", "layout.row-lengths", "verify.output", "equal.future"],
+        killed_by: &[
+            "verify.row-lengths",
+            "layout.row-lengths",
+            "verify.output",
+            "equal.future",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.row_len = |layout, sight| {
                 let row = sight.query_len - 1 - sight.row;
@@ -90,7 +127,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every rank uses the causal edges of rank 0",
         class: FaultClass::CausalBound,
         bugs: &["vllm#46076"],
-        killed_by: &["verify.row-lengths", "layout.row-lengths", "layout.row-sum", "decode.row-lengths"],
+        killed_by: &[
+            "verify.row-lengths",
+            "layout.row-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.row_len = |layout, sight| (layout.local_len)(edge(sight), 0, &sight.grid),
     },
     Fault {
@@ -98,7 +144,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a draft block is masked causally although its rows are filled in one pass",
         class: FaultClass::SpecDecode,
         bugs: &["sglang#33926"],
-        killed_by: &["draft.row-lengths", "layout.draft-lengths", "draft.lse", "draft.output"],
+        killed_by: &[
+            "draft.row-lengths",
+            "layout.draft-lengths",
+            "draft.lse",
+            "draft.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.draft_len = |layout, sight| local(layout, sight, edge(sight)),
     },
     Fault {
@@ -106,7 +161,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "draft rows see the context and not the block itself",
         class: FaultClass::SpecDecode,
         bugs: &["vllm-ascend#15600"],
-        killed_by: &["draft.row-lengths", "layout.draft-lengths", "draft.lse", "draft.output"],
+        killed_by: &[
+            "draft.row-lengths",
+            "layout.draft-lengths",
+            "draft.lse",
+            "draft.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.draft_len =
                 |layout, sight| local(layout, sight, sight.seq_len.saturating_sub(sight.query_len))
@@ -117,7 +181,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "draft rows take the local length of rank 0 on every rank",
         class: FaultClass::SpecDecode,
         bugs: &["sglang#33926", "ATOM#1746"],
-        killed_by: &["draft.row-lengths", "layout.draft-lengths"],
+        killed_by: &[
+            "draft.row-lengths",
+            "layout.draft-lengths",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.draft_len = |layout, sight| (layout.local_len)(sight.seq_len, 0, &sight.grid),
     },
     Fault {
@@ -131,6 +202,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "layout.draft-lengths",
             "draft.lse",
             "draft.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| p.layout.draft_len = |layout, sight| local(layout, sight, sight.seq_len.saturating_sub(1)),
     },
@@ -139,7 +214,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every request is taken to have rows / requests rows",
         class: FaultClass::SpecDecode,
         bugs: &["vllm-ascend#8547", "vllm-ascend#7079"],
-        killed_by: &["verify.row-lengths", "verify.output", "attend.padding", "equal.padding"],
+        killed_by: &[
+            "verify.row-lengths",
+            "verify.output",
+            "attend.padding",
+            "equal.padding",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.rows = uniform_rows,
     },
     Fault {
@@ -147,7 +231,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "requests without rows are left out of the numbering, so that later rows read another request",
         class: FaultClass::EmptyShard,
         bugs: &["flashinfer#353", "flashinfer#363", "vllm-ascend#11807"],
-        killed_by: &["decode.row-lengths", "decode.output", "equal.batch"],
+        killed_by: &[
+            "decode.row-lengths",
+            "decode.output",
+            "equal.batch",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.rows = rows_without_empty_requests,
     },
     Fault {
@@ -155,7 +247,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "graph-padding rows attend as if they were the last row of the batch",
         class: FaultClass::Padding,
         bugs: &["vllm-ascend#7012", "vllm-ascend#12840"],
-        killed_by: &["attend.padding", "decode.row-lengths"],
+        killed_by: &["attend.padding", "decode.row-lengths", "probe.tokens", "probe.pairing", "probe.needle"],
         apply: |p| {
             p.layout.rows = |starts, count| {
                 let mut rows = (LayoutPolicies::HEALTHY.rows)(starts, count);

@@ -10,7 +10,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's kernel runs its own heads in place of those of its peers",
         class: FaultClass::HeadLayout,
         bugs: &["vllm#29487", "vllm-ascend#4687"],
-        killed_by: &["decode.query", "verify.query", "decode.output", "equal.query-replication"],
+        killed_by: &[
+            "decode.query",
+            "verify.query",
+            "decode.output",
+            "equal.query-replication",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| p.query.gather = |link, own, shape| Ok(repeated(&own, link.world, shape)),
     },
     Fault {
@@ -18,7 +25,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "gathered queries are read as [T, W·H] while they lie as [W, T, H]",
         class: FaultClass::HeadLayout,
         bugs: &["vllm-ascend#4687"],
-        killed_by: &["decode.query", "verify.query", "verify.output", "equal.query-replication"],
+        killed_by: &[
+            "decode.query",
+            "verify.query",
+            "verify.output",
+            "equal.query-replication",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.query.gather = |link, own, _| {
                 let members: Vec<usize> = (0..link.world).collect();
@@ -31,7 +47,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the heads of a group are laid out from the last rank to the first",
         class: FaultClass::CollectiveOrder,
         bugs: &["vllm#29487"],
-        killed_by: &["decode.query", "verify.query", "decode.output", "equal.query-replication"],
+        killed_by: &[
+            "decode.query",
+            "verify.query",
+            "decode.output",
+            "equal.query-replication",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| {
             p.query.gather = |link, own, shape| {
                 if link.world == 1 {
@@ -56,7 +79,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's heads are counted within its group, so that every group takes those of the first",
         class: FaultClass::HeadLayout,
         bugs: &["vllm#29487"],
-        killed_by: &["decode.query", "verify.query", "decode.output"],
+        killed_by: &["decode.query", "verify.query", "decode.output", "probe.pairing", "probe.needle"],
         apply: |p| p.query.first_own_head = |_, member, own| member * own,
     },
     Fault {
@@ -64,7 +87,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the row view of a replicated query projection starts one rank's heads early",
         class: FaultClass::HeadLayout,
         bugs: &["vllm-ascend#4687"],
-        killed_by: &["decode.query", "verify.query", "decode.output", "equal.query-replication"],
+        killed_by: &[
+            "decode.query",
+            "verify.query",
+            "decode.output",
+            "equal.query-replication",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| {
             p.query.first_group_head = |group, world, own| {
                 // nothing lies before the first group
@@ -85,7 +115,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "heads are padded to the kernel's width by repeating each, and the first ones are kept",
         class: FaultClass::HeadLayout,
         bugs: &["aiter#4964", "ATOM#1930"],
-        killed_by: &["decode.partial-lse", "decode.partial-output", "decode.output", "verify.output"],
+        killed_by: &[
+            "decode.partial-lse",
+            "decode.partial-output",
+            "decode.output",
+            "verify.output",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| p.kernel.pad_heads = repeat_each_head,
     },
     Fault {
@@ -93,7 +130,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the heads of a padded output are kept from the end",
         class: FaultClass::HeadLayout,
         bugs: &["ATOM#1968", "vllm#47779"],
-        killed_by: &["decode.partial-output", "decode.output", "verify.output"],
+        killed_by: &[
+            "decode.partial-output",
+            "decode.output",
+            "verify.output",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| p.kernel.first_kept_head = |width, heads| width - heads,
     },
     Fault {
@@ -101,7 +144,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "outputs are stripped of padding heads and their LSEs are kept from the other end",
         class: FaultClass::HeadLayout,
         bugs: &["aiter#3267", "ATOM#2060"],
-        killed_by: &["decode.partial-lse", "decode.lse", "verify.lse"],
+        killed_by: &[
+            "decode.partial-lse",
+            "decode.lse",
+            "verify.lse",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.kernel.first_kept_lse = |width, heads| width - heads,
     },
     Fault {
@@ -136,7 +186,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's merged heads come out in reverse order",
         class: FaultClass::HeadLayout,
         bugs: &["vllm#26509"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "merge.tags"],
+        killed_by: &[
+            "decode.output",
+            "verify.output",
+            "merge.output",
+            "merge.tags",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| p.merge.head_place = |head, heads| heads - 1 - head,
     },
 ];

@@ -15,6 +15,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "layout.row-sum",
             "decode.row-lengths",
             "decode.partial-lse",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| p.layout.local_len = length_of_full_round,
     },
@@ -23,7 +27,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every rank counts ceil(L / W) tokens, as only the first ones hold",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.partial-lse"],
+        killed_by: &[
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.partial-lse",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.local_len = |len, _, grid| len.div_ceil(grid.round_tokens()) * grid.interleave,
     },
     Fault {
@@ -31,7 +44,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "no rank counts its tokens of the last, incomplete round",
         class: FaultClass::LayoutIndex,
         bugs: &["TransformerEngine#1012"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.output"],
+        killed_by: &[
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.local_len = |len, _, grid| len / grid.round_tokens() * grid.interleave,
     },
     Fault {
@@ -39,7 +61,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's share is ceil((L − r) / W) with r counted from one",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.output"],
+        killed_by: &[
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.local_len = |len, member, grid| {
                 let rest = len % grid.round_tokens();
@@ -59,6 +90,10 @@ pub(super) const FAULTS: &[Fault] = &[
             "decode.row-lengths",
             "verify.row-lengths",
             "equal.interleave",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
         ],
         apply: |p| {
             p.layout.local_len =
@@ -70,7 +105,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a position belongs to a rank by its block, not by its interleave run",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#14876"],
-        killed_by: &["layout.partition", "layout.slots", "write.round-trip", "decode.output"],
+        killed_by: &[
+            "layout.partition",
+            "layout.slots",
+            "write.round-trip",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.owner = |position, grid| position / grid.block % grid.world,
     },
     Fault {
@@ -78,7 +122,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "position 0 belongs to the last rank instead of the first",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#6344"],
-        killed_by: &["layout.partition", "layout.slots", "write.single-writer", "decode.output"],
+        killed_by: &[
+            "layout.partition",
+            "layout.slots",
+            "write.single-writer",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.owner = |position, grid| (position / grid.interleave + grid.world - 1) % grid.world
         },
@@ -88,7 +141,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the local index is p / W also where runs are longer than a token",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#5767"],
-        killed_by: &["layout.slots", "layout.slot-bijection", "write.round-trip"],
+        killed_by: &[
+            "layout.slots",
+            "layout.slot-bijection",
+            "write.round-trip",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.local_index = |position, grid| position / grid.world,
     },
     Fault {
@@ -96,7 +157,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "all tokens of an interleave run get the local index of its first",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#29094"],
-        killed_by: &["layout.slots", "layout.slot-bijection", "write.round-trip"],
+        killed_by: &[
+            "layout.slots",
+            "layout.slot-bijection",
+            "write.round-trip",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.local_index = |position, grid| position / grid.round_tokens() * grid.interleave,
     },
     Fault {
@@ -104,7 +173,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a slot is computed from the global position instead of the local index",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#29760", "sglang#20531"],
-        killed_by: &["layout.slots", "layout.slot-bijection", "write.round-trip"],
+        killed_by: &[
+            "layout.slots",
+            "layout.slot-bijection",
+            "write.round-trip",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.local_index = |position, _| position,
     },
     Fault {
@@ -128,7 +205,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the kernel's block table is cut to the local length over B·W entries",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#50493", "vllm-ascend#9724"],
-        killed_by: &["decode.partial-lse", "verify.partial-lse", "decode.output", "verify.output"],
+        killed_by: &[
+            "decode.partial-lse",
+            "verify.partial-lse",
+            "decode.output",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.layout.page = |local, count, grid| {
                 let last = count.saturating_sub(1) / (grid.block * grid.world);
@@ -141,7 +227,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the kernel walks local tokens with the virtual block as its page size",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#29760"],
-        killed_by: &["decode.partial-lse", "verify.partial-lse", "decode.output", "verify.output"],
+        killed_by: &[
+            "decode.partial-lse",
+            "verify.partial-lse",
+            "decode.output",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.layout.page = |local, _, grid| (local / (grid.block * grid.world), local % grid.block),
     },
     Fault {

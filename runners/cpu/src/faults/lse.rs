@@ -13,7 +13,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the partials of ranks that hold something are averaged without their LSEs",
         class: FaultClass::LseMath,
         bugs: &["vllm#28840"],
-        killed_by: &["decode.output", "verify.output", "merge.output"],
+        killed_by: &[
+            "decode.output",
+            "verify.output",
+            "merge.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.combine = average,
     },
     Fault {
@@ -21,7 +28,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "partials are weighed by exp(lse − maximum) and the sum is not divided",
         class: FaultClass::LseMath,
         bugs: &["flashinfer@6cbaf6e"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "merge.fold"],
+        killed_by: &[
+            "decode.output",
+            "verify.output",
+            "merge.output",
+            "merge.fold",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.combine = unnormalised,
     },
     Fault {
@@ -29,7 +44,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the merged LSE is the largest one instead of their log-sum-exp",
         class: FaultClass::LseMath,
         bugs: &["flashinfer#58"],
-        killed_by: &["decode.lse", "verify.lse", "merge.lse", "lse.unit"],
+        killed_by: &["decode.lse", "verify.lse", "merge.lse", "lse.unit", "probe.tokens", "probe.pairing"],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 merge::combine(lses, weights);
@@ -42,7 +57,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the merged LSE is that of the first rank",
         class: FaultClass::LseMath,
         bugs: &["flashinfer#58"],
-        killed_by: &["decode.lse", "verify.lse", "merge.lse", "merge.permutation"],
+        killed_by: &[
+            "decode.lse",
+            "verify.lse",
+            "merge.lse",
+            "merge.permutation",
+            "probe.tokens",
+            "probe.pairing",
+        ],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 merge::combine(lses, weights);
@@ -55,7 +77,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "natural LSEs are merged with exp2 and log2",
         class: FaultClass::LseMath,
         bugs: &["vllm#28840", "vllm#47079"],
-        killed_by: &["decode.output", "decode.lse", "merge.output", "merge.lse", "lse.unit"],
+        killed_by: &[
+            "decode.output",
+            "decode.lse",
+            "merge.output",
+            "merge.lse",
+            "lse.unit",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.combine = base_2,
     },
     Fault {
@@ -63,7 +94,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "LSEs are exponentiated as they are: large ones overflow",
         class: FaultClass::LseMath,
         bugs: &["flashinfer#3838"],
-        killed_by: &["merge.shift", "merge.output", "merge.lse", "decode.output"],
+        killed_by: &[
+            "merge.shift",
+            "merge.output",
+            "merge.lse",
+            "decode.output",
+            "probe.pairing",
+            "probe.needle",
+        ],
         apply: |p| p.merge.combine = unshifted,
     },
     Fault {
@@ -71,7 +109,17 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the denominator of an N-way merge holds the first two states only",
         class: FaultClass::LseMath,
         bugs: &["flashinfer@6cbaf6e"],
-        killed_by: &["merge.output", "merge.lse", "merge.permutation", "merge.fold", "decode.output"],
+        killed_by: &[
+            "merge.output",
+            "merge.lse",
+            "merge.permutation",
+            "merge.fold",
+            "decode.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.combine = denominator_of_two,
     },
     Fault {
@@ -79,7 +127,14 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the rank with the largest LSE is taken alone",
         class: FaultClass::LseMath,
         bugs: &["vllm#28840"],
-        killed_by: &["decode.output", "merge.output", "merge.fold"],
+        killed_by: &[
+            "decode.output",
+            "merge.output",
+            "merge.fold",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 let merged = merge::combine(lses, weights);
@@ -109,7 +164,17 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a partial of weight zero is multiplied instead of dropped: NaN · 0 is NaN",
         class: FaultClass::EmptyShard,
         bugs: &["flashinfer#4975", "ATOM#1832"],
-        killed_by: &["decode.output", "attend.padding", "merge.output", "merge.neutral", "merge.all-empty"],
+        killed_by: &[
+            "decode.output",
+            "attend.padding",
+            "merge.output",
+            "merge.neutral",
+            "merge.all-empty",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.weigh = |weight, row| row.iter_mut().for_each(|value| *value *= weight),
     },
     Fault {
@@ -117,7 +182,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "partials are scrubbed where their weight is zero, and otherwise added as they are",
         class: FaultClass::LseMath,
         bugs: &["vllm#28840"],
-        killed_by: &["decode.output", "verify.output", "merge.output", "states.output"],
+        killed_by: &[
+            "decode.output",
+            "verify.output",
+            "merge.output",
+            "states.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.merge.weigh = |weight, row| {
                 if weight == 0.0 {
@@ -139,7 +212,16 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the sender packs the halves of the LSE in the other order than the receiver reads them",
         class: FaultClass::LseMath,
         bugs: &["TransformerEngine#1624"],
-        killed_by: &["pack.lanes", "pack.round-trip", "decode.lse", "merge.lse"],
+        killed_by: &[
+            "pack.lanes",
+            "pack.round-trip",
+            "decode.lse",
+            "merge.lse",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits, other(order)),
     },
     Fault {
@@ -147,7 +229,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the receiver reads the high half first whatever order was agreed on",
         class: FaultClass::LseMath,
         bugs: &["TransformerEngine#1624"],
-        killed_by: &["pack.round-trip", "equal.lanes", "decode.lse"],
+        killed_by: &[
+            "pack.round-trip",
+            "equal.lanes",
+            "decode.lse",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.lanes.unpack = |pair, _| lanes::unpack(pair, LaneOrder::HiLo),
     },
     Fault {
@@ -155,7 +245,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "only the high half of the LSE travels",
         class: FaultClass::LseMath,
         bugs: &["vllm-ascend#3850"],
-        killed_by: &["pack.round-trip", "pack.lanes", "decode.lse", "merge.lse"],
+        killed_by: &[
+            "pack.round-trip",
+            "pack.lanes",
+            "decode.lse",
+            "merge.lse",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits & 0xFFFF_0000, order),
     },
     Fault {
@@ -174,7 +272,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the LSE travels as the sum of two bf16 values instead of two halves",
         class: FaultClass::LseMath,
         bugs: &["vllm-ascend#3850"],
-        killed_by: &["merge.shift", "pack.lanes"],
+        killed_by: &["merge.shift", "pack.lanes", "probe.tokens", "probe.pairing", "probe.rank-lse"],
         apply: |p| {
             p.merge.lanes.pack = |bits, order| {
                 let value = f32::from_bits(bits);

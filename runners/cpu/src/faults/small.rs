@@ -12,7 +12,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the merge weights add up to 0.996 instead of 1",
         class: FaultClass::LseMath,
         bugs: &["flashinfer@6cbaf6e"],
-        killed_by: &["statistics.residual"],
+        killed_by: &[
+            "statistics.residual",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.needle",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 let merged = merge::combine(lses, weights);
@@ -26,7 +32,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the first rank is weighed as if its LSE were larger by 0.02",
         class: FaultClass::LseMath,
         bugs: &["vllm-ascend#3850"],
-        killed_by: &["statistics.residual"],
+        killed_by: &["statistics.residual", "probe.tokens", "probe.pairing", "probe.rank-lse"],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 let mut shifted = lses.to_vec();
@@ -41,7 +47,15 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "merge weights are computed from LSEs in bf16, the merged LSE from whole ones",
         class: FaultClass::DtypeScale,
         bugs: &["vllm-ascend#3850"],
-        killed_by: &["statistics.residual", "merge.output", "decode.output", "verify.output"],
+        killed_by: &[
+            "statistics.residual",
+            "merge.output",
+            "decode.output",
+            "verify.output",
+            "probe.tokens",
+            "probe.pairing",
+            "probe.rank-lse",
+        ],
         apply: |p| {
             p.merge.combine = |lses, weights| {
                 let rounded: Vec<f32> = lses.iter().map(|lse| round_bf16(*lse)).collect();

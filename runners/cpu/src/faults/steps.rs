@@ -63,7 +63,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the rows of graph padding keep what the output buffer held",
         class: FaultClass::Padding,
         bugs: &["flashinfer#3779", "ATOM#1700"],
-        killed_by: &["attend.padding"],
+        killed_by: &["attend.padding", "probe.tokens", "probe.pairing", "probe.needle"],
         apply: |p| p.session.written_rows = |_, real| real,
     },
     Fault {
@@ -87,7 +87,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the all-to-all falls back to all-gather and reduce-scatter",
         class: FaultClass::ConfigGate,
         bugs: &["vllm#54300"],
-        killed_by: &["dispatch.path"],
+        killed_by: &["dispatch.path", "probe.tokens", "probe.pairing"],
         apply: |p| {
             p.session.dispatch = |c, up| {
                 truthful(c, up, |route| {
@@ -119,7 +119,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "partials are reduced and scattered although the effective path says all-to-all",
         class: FaultClass::ConfigGate,
         bugs: &["vllm#54300"],
-        killed_by: &["dispatch.observed"],
+        killed_by: &["dispatch.observed", "probe.tokens", "probe.pairing"],
         apply: |p| {
             p.session.dispatch = |c, up| {
                 untruthful(c, up, |route| {
