@@ -404,6 +404,8 @@ mod tests {
         let strict = judge(&results, &LENGTHS, JudgeInput { max_noise: Some(1e-4), ..INPUT });
         assert_eq!(strict.verdict, LogprobVerdict::Fault);
         assert!(strict.reasons[0].contains("at most 0.0001 is legitimate"), "{:?}", strict.reasons);
+        // and for whoever wants to see it again: which lengths show it
+        assert!(strict.reasons[0].contains("from 40 tokens on"), "{:?}", strict.reasons);
     }
 
     #[test]

@@ -53,8 +53,10 @@ pub(super) fn faults(
     for figures in routes {
         if let Some(most) = input.max_noise.filter(|most| figures.noise > *most) {
             faults.push(format!(
-                "{}: the noise is {:.6} wide in log-odds, at most {most} is legitimate",
-                figures.route, figures.noise
+                "{}: the noise is {:.6} wide in log-odds, at most {most} is legitimate; {}",
+                figures.route,
+                figures.noise,
+                noisy_lengths(results, lengths, figures.route, most)
             ));
         }
         if figures.flips > 0 && figures.largest_flip_margin > figures.limit {
@@ -95,14 +97,36 @@ pub(super) fn notes(
     Vec::new()
 }
 
+/// Root mean square of a prompt's shifts on one route; `None` where there are too few positions.
+fn root_mean_square(result: &ProbeResult, route: Route) -> Option<f64> {
+    let mine = result.positions.iter().filter(|position| position.route == route);
+    let (count, squares) =
+        mine.fold((0, 0.0), |(count, sum), position| (count + 1, sum + position.shift * position.shift));
+    (count >= LEAST_POSITIONS).then(|| (squares / f64::from(count)).sqrt())
+}
+
+/// Which of the probed lengths are noisier than is legitimate, in words.
+fn noisy_lengths(results: &[ProbeResult], lengths: &[u64], route: Route, most: f64) -> String {
+    let measured: Vec<(u64, f64)> = lengths
+        .iter()
+        .zip(results)
+        .filter_map(|(length, result)| Some((*length, root_mean_square(result, route)?)))
+        .collect();
+    let noisy: Vec<u64> = measured.iter().filter(|(_, rms)| *rms > most).map(|(length, _)| *length).collect();
+    match noisy.iter().min() {
+        Some(shortest) => format!(
+            "so it is with {} of {} prompts, from {shortest} tokens on (the shortest probed has {})",
+            noisy.len(),
+            measured.len(),
+            measured.iter().map(|(length, _)| *length).min().unwrap_or_default()
+        ),
+        None => "no prompt shows it by itself".to_owned(),
+    }
+}
+
 /// Lengths whose every prompt is noisier than the rest by far, on one route.
 fn standing_out(results: &[ProbeResult], lengths: &[u64], route: Route) -> Option<String> {
-    let rms = |result: &ProbeResult| {
-        let mine = result.positions.iter().filter(|position| position.route == route);
-        let (count, squares) =
-            mine.fold((0, 0.0), |(count, sum), position| (count + 1, sum + position.shift * position.shift));
-        (count >= LEAST_POSITIONS).then(|| (squares / f64::from(count)).sqrt())
-    };
+    let rms = |result: &ProbeResult| root_mean_square(result, route);
     let mut by_length: BTreeMap<u64, Vec<f64>> = BTreeMap::new();
     for (length, rms) in lengths.iter().zip(results.iter().map(rms)) {
         by_length.entry(*length).or_default().extend(rms);
