@@ -84,6 +84,8 @@ pub struct Length {
     pub faults: Vec<Counts>,
     /// Clean runs, by distribution.
     pub clean: Vec<(Family, Counts)>,
+    /// Clean runs that were rejected by mistake: distribution, number of the run, what was seen.
+    pub false_alarms: Vec<String>,
     /// Seconds that it took.
     pub elapsed_s: f64,
 }
@@ -118,20 +120,23 @@ fn measure_length(options: &Options, tokens: usize) -> Length {
         faults.iter_mut().zip(counts).for_each(|(to, from)| to.join(&from));
     }
     let mut clean: Vec<(Family, Counts)> = CLEAN_FAMILIES.map(|family| (family, Counts::default())).to_vec();
-    let runs: Vec<Counts> = (0..options.clean)
+    let runs: Vec<(Counts, Option<String>)> = (0..options.clean)
         .into_par_iter()
         .map(|run| {
             let family = CLEAN_FAMILIES[run as usize % CLEAN_FAMILIES.len()];
-            let counts = Trial::new(options, family, tokens, options.trials + run).clean();
+            let found = Trial::new(options, family, tokens, options.trials + run).clean();
             bar.inc(1);
-            counts
+            found
         })
         .collect();
-    for (run, counts) in runs.iter().enumerate() {
-        clean[run % CLEAN_FAMILIES.len()].1.join(counts);
+    let mut false_alarms = Vec::new();
+    for (run, (counts, seen)) in runs.into_iter().enumerate() {
+        let (family, joined) = &mut clean[run % CLEAN_FAMILIES.len()];
+        joined.join(&counts);
+        false_alarms.extend(seen.map(|seen| format!("{tokens} tokens, {}, run {run}: {seen}", family.name())));
     }
     bar.finish_and_clear();
-    Length { tokens, faults, clean, elapsed_s: started.elapsed().as_secs_f64() }
+    Length { tokens, faults, clean, false_alarms, elapsed_s: started.elapsed().as_secs_f64() }
 }
 
 /// One draw of inputs.
@@ -229,23 +234,29 @@ impl Trial {
             .collect()
     }
 
-    /// One clean run.
-    fn clean(&self) -> Counts {
+    /// One clean run, and what was seen in it if it is rejected.
+    fn clean(&self) -> (Counts, Option<String>) {
         let (model, certified) = self.prepared();
         let seen = self.simulated(&self.tensors, &Tampering::default());
+        let examination = model.examine(&seen.out).expect("finite outputs");
         let answer = Answer {
             seen: &seen,
             certified: &certified,
             probable: Some(&model.probable().pre),
-            examination: &model.examine(&seen.out).expect("finite outputs"),
+            examination: &examination,
             twice: None,
             output: self.contract.output,
         };
-        Counts {
+        let counts = Counts {
             trials: 1,
             rejected: Scheme::ALL.map(|scheme| u64::from(answer.is_rejected_by(scheme))),
             located: 0,
-        }
+        };
+        let told = answer.is_rejected_by(Scheme::Combined).then(|| {
+            let alarms: Vec<String> = examination.alarms().iter().map(ToString::to_string).collect();
+            if alarms.is_empty() { "outside a certified bound".to_owned() } else { alarms.join("; ") }
+        });
+        (counts, told)
     }
 }
 

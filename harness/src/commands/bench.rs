@@ -12,6 +12,9 @@ use crate::commands::print;
 use crate::explain::Table;
 use crate::status::Exit;
 
+/// False alarms that are told one by one.
+const MOST_TOLD: usize = 20;
+
 /// Options of `bench`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -208,6 +211,10 @@ fn measure_sensitivity(args: &SensitivityArgs) -> Result<Exit, CommandError> {
             args.format.write(&sensitivity::clean_table(&lengths))
         ))?;
     }
+    let false_alarms: Vec<&String> = lengths.iter().flat_map(|length| &length.false_alarms).collect();
+    for told in false_alarms.iter().take(MOST_TOLD) {
+        print(format!("rejected by mistake: {told}\n"))?;
+    }
     print(format!("{seconds:.0} s\n"))?;
-    Ok(Exit::Passed)
+    Ok(if false_alarms.is_empty() { Exit::Passed } else { Exit::Failed })
 }
