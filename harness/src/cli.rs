@@ -38,6 +38,8 @@ enum Verb {
     Diff(commands::diff::Args),
     /// Make or verify the golden vectors that other programs can load
     Golden(commands::golden::Args),
+    /// Measure the checks: speed of the oracle, violations of the bounds, what the rules see
+    Bench(commands::bench::Args),
     /// GSM8K against a server: run, compare, gate, acceptance
     Gsm8k(shardcheck_gsm8k::Gsm8kArgs),
     /// Compare two servers' log-probabilities at the edges of a sharded cache: sees what accuracy cannot
@@ -104,6 +106,7 @@ pub fn main() -> Exit {
         Verb::Mutants(args) => commands::mutants::run(&args),
         Verb::Diff(args) => commands::diff::run(&args),
         Verb::Golden(args) => commands::golden::run(&args),
+        Verb::Bench(args) => commands::bench::run(&args),
         Verb::Gsm8k(args) => commands::gsm8k::run(shardcheck_gsm8k::run(&args)),
         Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
         Verb::Doctor(args) => commands::doctor::run(&args),

@@ -1,5 +1,6 @@
 //! The verbs, one file each.
 
+pub mod bench;
 pub mod diff;
 pub mod doctor;
 pub mod explain;

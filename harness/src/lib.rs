@@ -1,5 +1,6 @@
 //! The harness: select → run → judge → explain → report.
 
+pub mod bench;
 mod attribute;
 pub mod cli;
 pub mod commands;

@@ -141,12 +141,15 @@ pub(super) fn full_text(result: &CaseResult, header: Option<&RunHeader>) -> Stri
     let mut text = format!("{} {}\n", result.status, result.id);
     for check in &result.checks {
         let what = match &check.finding {
-            Finding::Holds(measured) => format!(
-                "{} elements, {} of them exact, largest |error|/bound {}",
-                measured.compared,
-                measured.exact,
-                short(measured.worst_ratio)
-            ),
+            Finding::Holds(measured) => {
+                let figures = measured.figures.map(|figures| format!("; {figures}")).unwrap_or_default();
+                format!(
+                    "{} elements, {} of them exact, largest |error|/bound {}{figures}",
+                    measured.compared,
+                    measured.exact,
+                    short(measured.worst_ratio)
+                )
+            }
             Finding::Inconclusive(why) | Finding::Unsupported(why) => why.clone(),
             Finding::Broken(failure) => failure.headline.clone(),
             Finding::Engine { text, .. } => text.clone(),

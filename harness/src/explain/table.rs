@@ -22,6 +22,15 @@ impl Table {
         }
     }
 
+    /// A table of as many columns as there are headings.
+    ///
+    /// # Panics
+    /// When a row has not one cell for each heading: that is a bug of the caller.
+    pub fn of(headings: Vec<String>, rows: Vec<Vec<String>>) -> Self {
+        assert!(rows.iter().all(|row| row.len() == headings.len()), "one cell for each heading");
+        Self { headings, rows }
+    }
+
     /// Columns side by side, the last one as long as it is.
     pub fn to_text(&self) -> String {
         let mut widths: Vec<usize> = self.headings.iter().map(|cell| cell.chars().count()).collect();

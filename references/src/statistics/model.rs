@@ -19,6 +19,10 @@ pub const BLOCK_TOKENS: usize = 16;
 /// Softmax weight from which a token's own rounding is followed through the templates of ranks and of the key scale.
 const HEAVY: f64 = 1.0 / 64.0;
 
+/// How many unit roundoffs of the stored outputs the tokens beside a rank's largest one have to weigh together: below, the rank's
+/// output is that token's value and a rest that rounding mostly takes away, so that its errors have a direction.
+const LEAST_BESIDE_PEAK: f64 = 8.0;
+
 /// The largest amplitudes that the contract itself admits; above them an amplitude is a fault's.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Floors {
@@ -104,7 +108,7 @@ impl<'a, T: Element> Model<'a, T> {
             problem: *problem,
             tokens,
             shares,
-            admitted: admitted(&moments, &probable),
+            admitted: admitted(&moments, &probable, contract),
             precision: vec![0.0; moments.states.len() * problem.v_dim],
             key_template: vec![0.0; moments.states.len() * problem.v_dim],
             token_filters: vec![Filter::default(); count],
@@ -199,12 +203,14 @@ impl<'a, T: Element> Model<'a, T> {
     }
 }
 
-/// States that take part: a token is visible, no rank holds a single one, the gates of the probable bound hold, scores are
-/// distinct.
-fn admitted(moments: &Moments, probable: &Probable) -> Vec<bool> {
+/// States that take part: a token is visible, no rank holds a single one or one that outweighs all others, the gates of the
+/// probable bound hold, scores are distinct.
+fn admitted(moments: &Moments, probable: &Probable, contract: &Contract) -> Vec<bool> {
+    let unit = contract.partial.unit_roundoff().max(contract.output.unit_roundoff());
     let distinct = |state: &State| {
         state.parts.iter().filter(|part| part.tokens > 0).all(|part| {
             part.tokens > 1
+                && 1.0 - part.peak >= LEAST_BESIDE_PEAK * unit
                 && part.statistics.as_ref().is_some_and(|statistics| statistics.distinct >= MIN_DISTINCT)
         })
     };
