@@ -32,8 +32,14 @@ enum Verb {
     Replay(commands::replay::Args),
     /// Decide again on the stored failures of a run, without the engine
     Judge(commands::judge::Args),
+    /// Say which known fault explains the stored failures of a run
+    Diagnose(commands::diagnose::Args),
+    /// Find the smallest case that still fails in the same way
+    Shrink(commands::shrink::Args),
     /// Try the known faults: which property kills which
     Mutants(commands::mutants::Args),
+    /// Corrupt what verdicts rest on, and prove that the right check notices
+    SelfTest(commands::self_test::Args),
     /// Compare two runs: what newly fails, what was fixed, what drifted
     Diff(commands::diff::Args),
     /// Make or verify the golden vectors that other programs can load
@@ -101,6 +107,9 @@ pub fn main() -> Exit {
         Verb::Explain(args) => commands::explain::run(&args),
         Verb::Replay(args) => commands::replay::run(&args),
         Verb::Judge(args) => commands::judge::run(&args),
+        Verb::Diagnose(args) => commands::diagnose::run(&args),
+        Verb::Shrink(args) => commands::shrink::run(&args),
+        Verb::SelfTest(args) => commands::self_test::run(&args),
         Verb::Mutants(args) => commands::mutants::run(&args),
         Verb::Diff(args) => commands::diff::run(&args),
         Verb::Golden(args) => commands::golden::run(&args),

@@ -1,5 +1,6 @@
 //! The verbs, one file each.
 
+pub mod diagnose;
 pub mod diff;
 pub mod doctor;
 pub mod explain;
@@ -11,6 +12,8 @@ pub mod mutants;
 pub mod replay;
 pub mod reporting;
 pub mod run;
+pub mod self_test;
+pub mod shrink;
 
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;

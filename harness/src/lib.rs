@@ -3,6 +3,7 @@
 mod attribute;
 pub mod cli;
 pub mod commands;
+pub mod diagnose;
 pub mod diff;
 pub mod engines;
 pub mod event;
@@ -28,6 +29,8 @@ mod residual;
 pub mod run;
 pub mod run_directory;
 pub mod select;
+pub mod self_test;
+pub mod shrink;
 pub mod status;
 pub mod store;
 pub mod summary;

@@ -1,5 +1,7 @@
 //! `mutants`: the known faults, and which property kills which.
 
+mod trials;
+
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -29,6 +31,10 @@ enum MutantsVerb {
         #[arg(long, value_enum, default_value = "text", value_name = "FORMAT")]
         format: Format,
     },
+    /// Let each fault fail some cases and see whether the diagnosis names it
+    Diagnose(Box<trials::DiagnoseArgs>),
+    /// Shrink a case that each fault fails, and compare with the smallest case of the public bug
+    Shrink(Box<trials::ShrinkArgs>),
     /// Try faults on the cases of a suite; every one must be killed by a property that names it
     Run(Box<RunArgs>),
 }
@@ -73,6 +79,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
         MutantsVerb::List { format } => list(*format),
         MutantsVerb::Run(args) => kill(args),
+        MutantsVerb::Diagnose(args) => trials::diagnose(args),
+        MutantsVerb::Shrink(args) => trials::shrink(args),
     }
 }
 
@@ -103,14 +111,17 @@ fn list(format: Format) -> Result<Exit, CommandError> {
     Ok(Exit::Passed)
 }
 
+/// The faults of those names; all of them for none.
+fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandError> {
+    if names.is_empty() {
+        return Ok(faults().iter().collect());
+    }
+    names.iter().map(|name| engines::find_fault(name).map_err(CommandError::usage)).collect()
+}
+
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     let (cases, selection) = args.cases.selected()?;
-    let chosen: Vec<&'static Fault> = if args.faults.is_empty() {
-        faults().iter().collect()
-    } else {
-        let find = |name: &String| engines::find_fault(name).map_err(CommandError::usage);
-        args.faults.iter().map(find).collect::<Result<_, _>>()?
-    };
+    let chosen = chosen(&args.faults)?;
     if !args.no_baseline {
         baseline(&cases)?;
     }
