@@ -27,6 +27,7 @@ use evidence::Reproduction;
 pub use stored::{MOST_CASES, evidence_of};
 
 use crate::finding::Stage;
+use crate::quiet::Quiet;
 
 /// Most candidates that a diagnosis keeps.
 const MOST_CANDIDATES: usize = 5;
@@ -81,6 +82,7 @@ pub struct Diagnosis {
 /// The outcome depends on `budget` only when it is used up. No evidence, no diagnosis.
 pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
     let started = Instant::now();
+    let _quiet = Quiet::new();
     let telling: Vec<&Evidence> = evidence.iter().filter(|evidence| evidence.is_telling()).collect();
     if telling.is_empty() {
         return None;

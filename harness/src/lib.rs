@@ -22,6 +22,7 @@ pub mod mutants;
 pub mod nearest;
 pub mod probing;
 pub mod properties;
+mod quiet;
 pub mod record;
 pub mod recording;
 pub mod report;

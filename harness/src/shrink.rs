@@ -20,6 +20,7 @@ pub use size::{Size, work};
 
 use crate::event::CaseResult;
 use crate::properties;
+use crate::quiet::Quiet;
 use crate::run::judge_case;
 use crate::status::Status;
 
@@ -56,6 +57,7 @@ pub fn shrink(
     budget: Duration,
     progress: &mut dyn FnMut(&Case, usize),
 ) -> Shrunk {
+    let _quiet = Quiet::new();
     let mut search = Search { engine, keep, started: Instant::now(), budget, tried: 0, finished: true };
     let mut best = case.clone();
     loop {

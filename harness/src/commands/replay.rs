@@ -10,7 +10,6 @@ use crate::commands::reporting::full_text;
 use crate::commands::{print, read_case};
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
 use crate::engines;
-use crate::event::Event;
 use crate::nearest::nearest;
 use crate::recording::Recorder;
 use crate::run::judge_case;
@@ -49,7 +48,7 @@ pub struct Args {
     #[arg(long)]
     no_diagnose: bool,
 
-    /// Print the result as JSON
+    /// Print the result as JSON, without a diagnosis (`shardcheck diagnose --json` has it for a run)
     #[arg(long)]
     json: bool,
 }
@@ -82,7 +81,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for case in &cases {
         let recorder = Recorder::new(engine.as_ref());
         let result = judge_case(case, &recorder, &only);
-        if !args.no_diagnose && evidence.len() < MOST_CASES {
+        if !args.no_diagnose && !args.json && evidence.len() < MOST_CASES {
             evidence.extend(Evidence::of(case, &result, recorder.recording()));
         }
         if args.json {
@@ -93,14 +92,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         statuses.push(result.status);
     }
     if let Some(diagnosis) = diagnose(&evidence, DIAGNOSIS) {
-        if args.json {
-            let event = Event::Diagnosed(Box::new(diagnosis));
-            print(serde_json::to_string(&event).map_err(CommandError::internal)? + "\n")?;
-        } else {
-            print(
-                diagnosis.lines().iter().map(|line| format!("     diagnosis  {line}\n")).collect::<String>(),
-            )?;
-        }
+        let lines = diagnosis.lines();
+        print(lines.iter().map(|line| format!("     diagnosis  {line}\n")).collect::<String>())?;
     }
     Ok(Exit::of(statuses))
 }

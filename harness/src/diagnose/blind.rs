@@ -13,6 +13,7 @@ use shardcheck_formats::Dtype;
 use super::replay::is_output;
 use super::{Diagnosis, Evidence, diagnose};
 use crate::properties;
+use crate::quiet::Quiet;
 use crate::recording::Recorder;
 use crate::run::{has_real_heads, judge_case};
 
@@ -39,22 +40,25 @@ pub struct Trial {
 
 /// Failed cases that a blind trial gathers.
 const FAILED_CASES: usize = 4;
-/// Cases that are tried for them: those that the fault's properties are judged on, then any.
-const MOST_CASES: usize = 160;
+/// Cases that are tried for them.
+const MOST_CASES: usize = 1500;
 /// How long the ranks of a fault that makes them wait are waited for.
 const WAIT: Duration = Duration::from_millis(300);
 
 /// Lets an engine with `fault` fail some of `cases` and diagnoses what was seen.
 pub fn blind(fault: &'static Fault, cases: &[Case], disguise: Disguise) -> Trial {
+    let _quiet = Quiet::new();
     let mut engine = CpuEngine::with_fault(fault);
     if fault.class == FaultClass::Hang {
         engine = engine.with_timeout(WAIT);
     }
-    let engine: Box<dyn Engine> = match disguise {
-        Disguise::None => Box::new(engine),
-        Disguise::Foreign => Box::new(Foreign::new(engine)),
+    let dressed = |engine: CpuEngine| -> Box<dyn Engine> {
+        match disguise {
+            Disguise::None => Box::new(engine),
+            Disguise::Foreign => Box::new(Foreign::new(engine)),
+        }
     };
-    let evidence = gather(fault, cases, engine.as_ref());
+    let evidence = gather(fault, cases, dressed(engine).as_ref(), dressed(shardcheck_cpu::engine()).as_ref());
     let diagnosis = diagnose(&evidence, Duration::from_secs(600));
     let place = diagnosis.as_ref().and_then(|diagnosis| {
         let names = |candidate: &super::Candidate| {
@@ -65,7 +69,8 @@ pub fn blind(fault: &'static Fault, cases: &[Case], disguise: Disguise) -> Trial
     Trial { fault, place, diagnosis }
 }
 
-fn gather(fault: &Fault, cases: &[Case], engine: &dyn Engine) -> Vec<Evidence> {
+/// Failures of `engine`, on cases that it passes without its fault: a disguise must not be what fails.
+fn gather(fault: &Fault, cases: &[Case], engine: &dyn Engine, healthy: &dyn Engine) -> Vec<Evidence> {
     let named = |case: &Case| properties::of(case).any(|property| fault.killed_by.contains(&property.id));
     let mut order: Vec<&Case> = cases.iter().filter(|case| !has_real_heads(case) && named(case)).collect();
     // neighbours in a suite are alike
@@ -75,7 +80,11 @@ fn gather(fault: &Fault, cases: &[Case], engine: &dyn Engine) -> Vec<Evidence> {
     let mut evidence = Vec::new();
     for case in order.into_iter().take(MOST_CASES) {
         let recorder = Recorder::new(engine);
-        let result = judge_case(case, &recorder, &|property| fault.killed_by.contains(&property.id));
+        let chosen = |property: &properties::Property| fault.killed_by.contains(&property.id);
+        let result = judge_case(case, &recorder, &chosen);
+        if !result.status.is_failure() || judge_case(case, healthy, &chosen).status.is_failure() {
+            continue;
+        }
         evidence.extend(Evidence::of(case, &result, recorder.recording()));
         if evidence.len() == FAILED_CASES {
             break;
@@ -144,8 +153,9 @@ fn neighbours(tensor: &Tensor) -> Tensor {
     let moved = tensor.to_codes().into_iter().enumerate().map(|(index, code)| {
         let chosen =
             (index as u64).wrapping_mul(0x9E37_79B9).wrapping_add(code.wrapping_mul(0x85EB_CA6B)) >> 7;
-        let finite = code & 0x7F80 != 0x7F80 && code & 0x7FFF != 0 && code & 0x7FFF < 0x7F7F;
-        if chosen.is_multiple_of(4) && finite { code + 1 } else { code }
+        // the neighbour of a subnormal number is further away than a rounding
+        let normal = (0x0080..0x7F7F).contains(&(code & 0x7FFF));
+        if chosen.is_multiple_of(4) && normal { code + 1 } else { code }
     });
     Tensor::from_codes(tensor.dtype(), tensor.shape(), &moved.collect::<Vec<_>>())
 }

@@ -95,7 +95,9 @@ fn a_hang_is_explained_by_faults_that_make_ranks_wait_and_by_no_other() {
     let result = judge_case(&case, &recorder, &|property| property.id == "decode.output");
     let evidence = Evidence::of(&case, &result, recorder.recording()).unwrap();
     let found = diagnose(&[evidence], LONG).unwrap();
-    assert_eq!(found.candidates[0].fault, "one-rank-skips-the-query-gather", "{found:?}");
+    // several ranks wait, and which of them is told first depends on the moment
+    let named = |candidate: &super::Candidate| candidate.fault == "one-rank-skips-the-query-gather";
+    assert!(found.candidates.iter().any(named), "{found:?}");
     assert!(found.candidates.iter().all(|candidate| candidate.class == "hang"));
 }
 
