@@ -10,11 +10,6 @@ use crate::run_directory::{read_events, resolve};
 use crate::status::Exit;
 
 /// Options of `diagnose`.
-///
-/// The questions that the failed cases asked are put to the embedded engine with one known fault at a time. A fault explains a
-/// case when it gives the wrong outputs that were seen, within the width of each element's certified interval; a run has
-/// one cause more often than many, so a fault that explains every case comes first. Works on runs of any engine: only stored
-/// outputs are needed. `shardcheck explain diagnosis` says more.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Run: `latest`, a run id or a path

@@ -32,8 +32,14 @@ enum MutantsVerb {
         format: Format,
     },
     /// Let each fault fail some cases and see whether the diagnosis names it
+    ///
+    /// Each fault is put into the engine, fails a few cases, and is diagnosed from the recorded answers alone. It counts as named when
+    /// it comes first, or together with faults whose answers on all these cases are the same to the last bit.
     Diagnose(Box<trials::DiagnoseArgs>),
     /// Shrink a case that each fault fails, and compare with the smallest case of the public bug
+    ///
+    /// A case that a property of the fault fails on is shrunk, and its size is held against the smallest case that is known for each
+    /// public bug of the fault's kind.
     Shrink(Box<trials::ShrinkArgs>),
     /// Try faults on the cases of a suite; every one must be killed by a property that names it
     Run(Box<RunArgs>),

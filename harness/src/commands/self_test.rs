@@ -6,10 +6,6 @@ use crate::self_test::{Outcome, run_all};
 use crate::status::Exit;
 
 /// Options of `self-test`.
-///
-/// Passing proves something only where failing is possible. One element of one answer on one seed of a hundred, one bit of a
-/// golden file, one stored verdict, one bound of the oracle: each is corrupted for real, goes through the real judge, and
-/// must be noticed by the check that it belongs to, by name. A whole gate does this first.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Print the outcomes as JSON

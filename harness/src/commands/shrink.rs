@@ -14,11 +14,6 @@ use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink};
 use crate::status::Exit;
 
 /// Options of `shrink`.
-///
-/// Every axis is tried: requests, lengths, rows, W, groups, heads, S, B, widths, model, cache format, exchange, padding, placement,
-/// probe, seed. Small is one measure: tokens (Σ over requests of length and rows), then W, heads, S, B, dims. The smaller
-/// case fails the same property, so that it shows the same mistake. The search ends by itself or with its time, and the same
-/// arguments give the same case when time suffices.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// Case id, case file, or folder of a stored case

@@ -17,9 +17,6 @@ use crate::shrink::{Keep, Size, known_case, shrink as shrink_case};
 use crate::status::Exit;
 
 /// Options of `mutants diagnose`.
-///
-/// Each fault is put into the engine, fails a few cases, and is diagnosed from the recorded answers alone. It counts as named when
-/// it comes first, or together with faults whose answers on all these cases are the same to the last bit.
 #[derive(Debug, clap::Args)]
 pub struct DiagnoseArgs {
     #[command(flatten)]
@@ -35,9 +32,6 @@ pub struct DiagnoseArgs {
 }
 
 /// Options of `mutants shrink`.
-///
-/// A case that a property of the fault fails on is shrunk, and its size is held against the smallest case that is known for each
-/// public bug of the fault's kind.
 #[derive(Debug, clap::Args)]
 pub struct ShrinkArgs {
     #[command(flatten)]
