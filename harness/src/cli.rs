@@ -32,8 +32,28 @@ enum Verb {
     Replay(commands::replay::Args),
     /// Decide again on the stored failures of a run, without the engine
     Judge(commands::judge::Args),
+    /// Say which known fault explains the stored failures of a run
+    ///
+    /// The questions that the failed cases asked are put to the embedded engine with one known fault at a time. A fault explains a
+    /// case when it gives the wrong outputs that were seen, within the width of each element's certified interval; a run has
+    /// one cause more often than many, so a fault that explains every case comes first. Works on runs of any engine: only stored
+    /// outputs are needed. `shardcheck explain diagnosis` says more.
+    Diagnose(commands::diagnose::Args),
+    /// Find the smallest case that still fails in the same way
+    ///
+    /// Every axis is tried: requests, lengths, rows, W, groups, heads, S, B, widths, model, cache format, exchange, padding, placement,
+    /// probe, seed. Small is one measure: tokens (Σ over requests of length and rows), then W, heads, S, B, dims. The smaller
+    /// case fails the same property, so that it shows the same mistake. The search ends by itself or with its time, and the same
+    /// arguments give the same case when time suffices.
+    Shrink(commands::shrink::Args),
     /// Try the known faults: which property kills which
     Mutants(commands::mutants::Args),
+    /// Corrupt what verdicts rest on, and prove that the right check notices
+    ///
+    /// Passing proves something only where failing is possible. One element of one answer on one seed of a hundred, one bit of a
+    /// golden file, one stored verdict, one bound of the oracle: each is corrupted for real, goes through the real judge, and
+    /// must be noticed by the check that it belongs to, by name. A whole gate does this first.
+    SelfTest(commands::self_test::Args),
     /// Compare two runs: what newly fails, what was fixed, what drifted
     Diff(commands::diff::Args),
     /// Make or verify the golden vectors that other programs can load
@@ -103,6 +123,9 @@ pub fn main() -> Exit {
         Verb::Explain(args) => commands::explain::run(&args),
         Verb::Replay(args) => commands::replay::run(&args),
         Verb::Judge(args) => commands::judge::run(&args),
+        Verb::Diagnose(args) => commands::diagnose::run(&args),
+        Verb::Shrink(args) => commands::shrink::run(&args),
+        Verb::SelfTest(args) => commands::self_test::run(&args),
         Verb::Mutants(args) => commands::mutants::run(&args),
         Verb::Diff(args) => commands::diff::run(&args),
         Verb::Golden(args) => commands::golden::run(&args),

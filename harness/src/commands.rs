@@ -1,6 +1,7 @@
 //! The verbs, one file each.
 
 pub mod bench;
+pub mod diagnose;
 pub mod diff;
 pub mod doctor;
 pub mod explain;
@@ -12,6 +13,8 @@ pub mod mutants;
 pub mod replay;
 pub mod reporting;
 pub mod run;
+pub mod self_test;
+pub mod shrink;
 
 use std::io::{ErrorKind, Write};
 use std::path::PathBuf;

@@ -163,7 +163,7 @@ fn every_example_expression_of_the_pages_parses() {
 
 #[test]
 fn links_between_the_pages_lead_somewhere() {
-    for name in ["exit-codes.md", "results.md", "selection.md"] {
+    for name in ["diagnosis.md", "exit-codes.md", "results.md", "selection.md", "shrink.md"] {
         let text = page(name);
         for link in text.split("](").skip(1).map(|rest| rest[..rest.find(')').unwrap()].to_owned()) {
             let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
@@ -222,6 +222,24 @@ fn fault_table() -> String {
 #[test]
 fn the_page_on_properties_lists_the_registry() {
     check("properties.md", &[("properties", property_table())]);
+}
+
+fn smallest_case_table() -> String {
+    let mut table = String::from("| bug | smallest case | compared |\n|---|---|---|\n");
+    for bug in crate::shrink::SMALLEST_CASES {
+        let names = ["tokens", "W", "heads", "S", "B", "dims"];
+        let stated =
+            names.iter().zip(bug.stated).filter_map(|(name, part)| Some(format!("{name} {}", part?)));
+        let stated: Vec<_> = stated.collect();
+        let stated = if stated.is_empty() { "nothing is stated".to_owned() } else { stated.join(", ") };
+        table += &format!("| {} | {} | {stated} |\n", bug.ids.join(", "), cell(bug.words));
+    }
+    table
+}
+
+#[test]
+fn the_page_on_shrinking_lists_the_smallest_cases() {
+    check("shrink.md", &[("smallest cases", smallest_case_table())]);
 }
 
 #[test]

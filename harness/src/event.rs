@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
 
+use crate::diagnose::Diagnosis;
 use crate::finding::Finding;
 use crate::status::Status;
 
@@ -119,6 +120,8 @@ pub enum Event {
         /// The whole case.
         case: Box<Case>,
     },
+    /// Failed cases were diagnosed together: which known faults explain them.
+    Diagnosed(Box<Diagnosis>),
     /// A fault was tried.
     MutantTried {
         /// Fault name.

@@ -3,17 +3,18 @@
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rayon::prelude::*;
 use shardcheck_cases::Case;
 use shardcheck_engine::Engine;
 
+use crate::diagnose::{MOST_CASES, diagnose, evidence_of};
 use crate::event::{CaseResult, Event};
 use crate::mutants::{self, Mutant, MutantState};
 use crate::recording::{Recorder, Recording};
 use crate::run::judge_case;
-use crate::run_directory::{RunDirectory, RunDirectoryError};
+use crate::run_directory::{self, RunDirectory, RunDirectoryError};
 use crate::select::Selection;
 use crate::status::{Exit, Status};
 use crate::store;
@@ -30,6 +31,8 @@ pub struct Plan<'a> {
     pub jobs: usize,
     /// Whether the first failure ends the run.
     pub fail_fast: bool,
+    /// How long failures may be diagnosed for after the cases; `None` for not at all.
+    pub diagnose_within: Option<Duration>,
     /// Cases on which faults are tried after the cases; empty for none.
     pub mutant_cases: &'a [Case],
     /// What was judged before, when the run is resumed: reported again, never judged again.
@@ -111,6 +114,20 @@ pub fn execute(
         Ok(())
     });
     result?;
+    let failed = statuses.iter().any(|status| status.is_failure());
+    if let Some(budget) = plan.diagnose_within.filter(|_| failed) {
+        // what was stored is diagnosed, so that `diagnose` says the same of the folder later
+        let record = run_directory::read_events(directory.path())?;
+        let diagnosis = pool.install(|| -> Result<_, ExecuteError> {
+            let evidence = evidence_of(directory.path(), &record, MOST_CASES, budget / 2)?;
+            Ok(diagnose(&evidence, budget / 2))
+        })?;
+        if let Some(diagnosis) = diagnosis {
+            let event = Event::Diagnosed(Box::new(diagnosis));
+            directory.append(&event)?;
+            show(&event);
+        }
+    }
     let cut_short = judged.len() < plan.cases.len();
     let exit = exit_of(&statuses, survivors, cut_short);
     let counts = crate::record::count_statuses(statuses.iter().copied());

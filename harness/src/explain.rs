@@ -32,11 +32,15 @@ pub enum Topic {
     FilterExpressions,
     /// A case as a file.
     CaseJson,
+    /// How a failure is traced to a known fault.
+    Diagnosis,
+    /// How a failing case is made small.
+    Shrink,
 }
 
 impl Topic {
     /// All topics, in the order of `shardcheck explain`.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::ExitCodes,
         Self::Statuses,
         Self::Families,
@@ -45,6 +49,8 @@ impl Topic {
         Self::Operations,
         Self::FilterExpressions,
         Self::CaseJson,
+        Self::Diagnosis,
+        Self::Shrink,
     ];
 
     /// Name on the command line.
@@ -58,6 +64,8 @@ impl Topic {
             Self::Operations => "operations",
             Self::FilterExpressions => "filter-expressions",
             Self::CaseJson => "case-json",
+            Self::Diagnosis => "diagnosis",
+            Self::Shrink => "shrink",
         }
     }
 
@@ -72,6 +80,8 @@ impl Topic {
             Self::Operations => "operations of an engine and the tensors of each",
             Self::FilterExpressions => "the language of -E",
             Self::CaseJson => "a case as a file",
+            Self::Diagnosis => "how a failure is traced to a known fault",
+            Self::Shrink => "how a failing case is made small, and what small means",
         }
     }
 
@@ -86,6 +96,8 @@ impl Topic {
             Self::Operations => operations(),
             Self::FilterExpressions => filter_expressions(),
             Self::CaseJson => case_json(),
+            Self::Diagnosis => include_str!("../../docs/diagnosis.md").to_owned(),
+            Self::Shrink => include_str!("../../docs/shrink.md").to_owned(),
         }
     }
 }

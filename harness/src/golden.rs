@@ -111,21 +111,37 @@ pub fn files() -> (BTreeMap<String, Vec<u8>>, Manifest) {
 /// [`GoldenError::Io`].
 pub fn generate(folder: &Path) -> Result<Manifest, GoldenError> {
     let (files, manifest) = files();
+    write(folder, &files, &manifest)?;
+    Ok(manifest)
+}
+
+/// Writes files that were made and their manifest into `folder`.
+pub(crate) fn write(
+    folder: &Path,
+    files: &BTreeMap<String, Vec<u8>>,
+    manifest: &Manifest,
+) -> Result<(), GoldenError> {
     std::fs::create_dir_all(folder).map_err(io(folder))?;
-    for (name, bytes) in &files {
+    for (name, bytes) in files {
         let path = folder.join(name);
         std::fs::write(&path, bytes).map_err(io(&path))?;
     }
     let path = folder.join(MANIFEST);
-    std::fs::write(&path, manifest_text(&manifest)).map_err(io(&path))?;
-    Ok(manifest)
+    std::fs::write(&path, manifest_text(manifest)).map_err(io(&path))
 }
 
-/// Compares `folder` with its own manifest, then with vectors made anew. No difference: the folder is right.
-///
-/// # Errors
-/// [`GoldenError`] when there is no manifest to compare with.
-pub fn verify(folder: &Path) -> Result<Vec<Difference>, GoldenError> {
+/// Lists a file in the folder's manifest as it lies there now.
+pub(crate) fn relist(folder: &Path, file: &str) -> Result<(), GoldenError> {
+    let mut manifest = stored_manifest(folder)?;
+    let path = folder.join(file);
+    let bytes = std::fs::read(&path).map_err(io(&path))?;
+    let entry = FileEntry { bytes: bytes.len() as u64, blake3: blake3::hash(&bytes).to_hex().to_string() };
+    manifest.files.insert(file.to_owned(), entry);
+    let path = folder.join(MANIFEST);
+    std::fs::write(&path, manifest_text(&manifest)).map_err(io(&path))
+}
+
+fn stored_manifest(folder: &Path) -> Result<Manifest, GoldenError> {
     let path = folder.join(MANIFEST);
     let text = std::fs::read_to_string(&path).map_err(io(&path))?;
     let stored: Manifest = serde_json::from_str(&text)
@@ -133,7 +149,26 @@ pub fn verify(folder: &Path) -> Result<Vec<Difference>, GoldenError> {
     if stored.schema_version != GOLDEN_SCHEMA_VERSION {
         return Err(GoldenError::Version { found: stored.schema_version });
     }
+    Ok(stored)
+}
+
+/// Compares `folder` with its own manifest, then with vectors made anew. No difference: the folder is right.
+///
+/// # Errors
+/// [`GoldenError`] when there is no manifest to compare with.
+pub fn verify(folder: &Path) -> Result<Vec<Difference>, GoldenError> {
+    stored_manifest(folder)?;
     let (fresh, manifest) = files();
+    compare(folder, &fresh, &manifest)
+}
+
+/// As [`verify`], with vectors that were made before.
+pub(crate) fn compare(
+    folder: &Path,
+    fresh: &BTreeMap<String, Vec<u8>>,
+    manifest: &Manifest,
+) -> Result<Vec<Difference>, GoldenError> {
+    let stored = stored_manifest(folder)?;
     let mut differences = Vec::new();
     let mut note = |file: &str, what: String| differences.push(Difference { file: file.to_owned(), what });
     for (name, entry) in &stored.files {
@@ -157,7 +192,7 @@ pub fn verify(folder: &Path) -> Result<Vec<Difference>, GoldenError> {
     for name in fresh.keys().filter(|name| !stored.files.contains_key(*name)) {
         note(name, "is not listed in the manifest".to_owned());
     }
-    if differences.is_empty() && stored != manifest {
+    if differences.is_empty() && stored != *manifest {
         differences.push(Difference { file: MANIFEST.to_owned(), what: "lists other problems".to_owned() });
     }
     Ok(differences)

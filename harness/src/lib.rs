@@ -1,9 +1,10 @@
 //! The harness: select → run → judge → explain → report.
 
-pub mod bench;
 mod attribute;
+pub mod bench;
 pub mod cli;
 pub mod commands;
+pub mod diagnose;
 pub mod diff;
 pub mod engines;
 pub mod event;
@@ -22,6 +23,7 @@ pub mod mutants;
 pub mod nearest;
 pub mod probing;
 pub mod properties;
+mod quiet;
 pub mod record;
 pub mod recording;
 pub mod report;
@@ -29,7 +31,9 @@ mod residual;
 pub mod run;
 pub mod run_directory;
 pub mod select;
+pub mod self_test;
 pub mod sequence;
+pub mod shrink;
 pub mod status;
 pub mod store;
 pub mod summary;

@@ -501,6 +501,17 @@ impl AttentionMaterial {
         self.expected.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
     }
 
+    /// Changes what the oracle allows, to prove that a wrong bound is noticed.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when no bound can be derived.
+    pub(crate) fn change_expected(&mut self, change: impl FnOnce(&mut Expected)) -> Result<(), Halt> {
+        let mut expected = self.expected()?.clone();
+        change(&mut expected);
+        self.expected = OnceLock::from(Ok(expected));
+        Ok(())
+    }
+
     /// What the oracle allows for the state of the cached context alone.
     ///
     /// # Errors

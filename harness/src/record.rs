@@ -5,6 +5,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
 
+use crate::diagnose::Diagnosis;
 use crate::event::{CaseResult, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::status::Status;
 
@@ -46,6 +47,8 @@ pub struct RunRecord {
     pub failed: BTreeMap<String, Case>,
     /// Last state of each fault, in the order in which they were first tried.
     pub mutants: Vec<MutantRecord>,
+    /// Which known faults explain the failures.
+    pub diagnosis: Option<Diagnosis>,
     /// Present when the run came to its end.
     pub finished: Option<Finished>,
     /// Whether the last line was cut off and left out: the run was killed while it wrote.
@@ -61,6 +64,7 @@ impl RunRecord {
             cases: Vec::new(),
             failed: BTreeMap::new(),
             mutants: Vec::new(),
+            diagnosis: None,
             finished: None,
             torn: false,
             places: HashMap::new(),
@@ -92,6 +96,7 @@ impl RunRecord {
             Event::CaseFailed { id, case } => {
                 self.failed.insert(id.clone(), (**case).clone());
             }
+            Event::Diagnosed(diagnosis) => self.diagnosis = Some((**diagnosis).clone()),
             Event::MutantTried { fault, state, property, case, tried } => {
                 let record = MutantRecord {
                     fault: fault.clone(),
@@ -136,6 +141,7 @@ impl RunRecord {
             exit_code: self.finished.map(|f| f.exit_code),
             cases: self.cases.clone(),
             mutants: self.mutants.clone(),
+            diagnosis: self.diagnosis.clone(),
         }
     }
 }
@@ -167,4 +173,7 @@ pub struct Results {
     pub cases: Vec<CaseResult>,
     /// Faults that were tried.
     pub mutants: Vec<MutantRecord>,
+    /// Which known faults explain the failures; absent when nothing failed or nothing was diagnosed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub diagnosis: Option<Diagnosis>,
 }

@@ -52,6 +52,14 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     }
 }
 
+/// Whether a stored result is not what deciding again comes to, or contradicts the checks that it holds itself.
+pub fn contradicts(stored: Option<&CaseResult>, again: &CaseResult) -> bool {
+    stored.is_none_or(|stored| {
+        stored.status != again.status
+            || (!stored.checks.is_empty() && CaseResult::status_of(&stored.checks) != stored.status)
+    })
+}
+
 /// Text of a panic payload.
 pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     if let Some(text) = panic.downcast_ref::<&str>() {

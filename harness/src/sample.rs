@@ -2,6 +2,7 @@
 
 use shardcheck_cases::Case;
 
+use crate::diagnose::{Candidate, Diagnosis};
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::{Failure, Figures, Finding, Measured, Stage, Worst};
 use crate::record::{RunRecord, count_statuses};
@@ -122,6 +123,7 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
             events.push(Event::CaseFailed { id, case: Box::new(case()) });
         }
     }
+    events.push(Event::Diagnosed(Box::new(diagnosis())));
     for (fault, state, property) in [
         ("drop-last-rank", "killed", Some("attention.bound")),
         ("swap-lanes", "survived", None),
@@ -139,6 +141,29 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
     }
     events.push(Event::RunFinished { counts, elapsed_s: 12.5, exit_code: Exit::Failed.code() });
     events
+}
+
+pub fn diagnosis() -> Diagnosis {
+    Diagnosis {
+        cases: vec![CASE_ID.into()],
+        candidates: vec![Candidate {
+            fault: "row-sees-its-successor".into(),
+            title: "the causal edge of a verify row is one position late".into(),
+            class: "causal-bound".into(),
+            bugs: vec!["flash-attention#93".into()],
+            same_effect: vec!["no-mask-between-rows".into()],
+            explains: 1,
+            exact: false,
+            beside: 0,
+            stage_agrees: true,
+            distance: 0.25,
+        }],
+        fitting: 2,
+        ruled_out: 120,
+        untried: 0,
+        tell_apart: Some(CASE_ID.into()),
+        elapsed_s: 1.5,
+    }
 }
 
 pub fn record() -> RunRecord {

@@ -231,30 +231,59 @@ mod debugging {
         let seen = simulate(&problem, layout, visible, engine, &Tampering::default(), scenario.seed);
         for (rank, (seen, certified)) in seen.partials.iter().zip(&certified.partials).enumerate() {
             for (state, exact) in certified.lse.iter().enumerate() {
-                if *exact == f64::NEG_INFINITY { continue; }
+                if *exact == f64::NEG_INFINITY {
+                    continue;
+                }
                 let width = certified.out.len() / certified.lse.len();
                 let m = &moments.states[state].parts[rank];
                 for d in 0..width {
                     let at = state * width + d;
                     let error = (seen.out[at] - certified.out[at]).abs();
                     if !(error <= 0.9 * certified.pre[at]) {
-                        eprintln!("rank {rank} state {state} d {d}: seen {:e} exact {:e} error {error:e} pre {:e} tokens {} peak {} abs {:e} square {:e} peakv {:e} lse err {:e} bound {:e} powers {:?} state max {} range {} vis {:?}", seen.out[at], certified.out[at], certified.pre[at], m.tokens, m.peak, m.abs[d], m.square[d], m.peak_value[d], seen.lse[state]-exact, certified.lse_bound[state], m.powers, moments.states[state].max_abs_score, moments.states[state].score_range, visible);
+                        eprintln!(
+                            "rank {rank} state {state} d {d}: seen {:e} exact {:e} error {error:e} pre {:e} tokens {} peak {} abs {:e} square {:e} peakv {:e} lse err {:e} bound {:e} powers {:?} state max {} range {} vis {:?}",
+                            seen.out[at],
+                            certified.out[at],
+                            certified.pre[at],
+                            m.tokens,
+                            m.peak,
+                            m.abs[d],
+                            m.square[d],
+                            m.peak_value[d],
+                            seen.lse[state] - exact,
+                            certified.lse_bound[state],
+                            m.powers,
+                            moments.states[state].max_abs_score,
+                            moments.states[state].score_range,
+                            visible
+                        );
                     }
                 }
             }
         }
         for (state, exact) in certified.lse.iter().enumerate() {
             if let Some(p) = certified.practical_lse_bound[state] {
-                let e = (seen.lse[state]-exact).abs();
-                if e > 0.8*p { eprintln!("merged lse state {state} err {e:e} practical {p:e} cert {:e}", certified.lse_bound[state]); }
+                let e = (seen.lse[state] - exact).abs();
+                if e > 0.8 * p {
+                    eprintln!(
+                        "merged lse state {state} err {e:e} practical {p:e} cert {:e}",
+                        certified.lse_bound[state]
+                    );
+                }
             }
         }
         for (rank, (seen, certified)) in seen.partials.iter().zip(&certified.partials).enumerate() {
-        for (state, exact) in certified.lse.iter().enumerate() {
-            if let Some(p) = certified.practical_lse_bound[state] {
-                let e = (seen.lse[state]-exact).abs();
-                if e > 0.8*p && *exact != f64::NEG_INFINITY { eprintln!("rank {rank} lse state {state} err {e:e} practical {p:e} cert {:e} lse {exact}", certified.lse_bound[state]); }
+            for (state, exact) in certified.lse.iter().enumerate() {
+                if let Some(p) = certified.practical_lse_bound[state] {
+                    let e = (seen.lse[state] - exact).abs();
+                    if e > 0.8 * p && *exact != f64::NEG_INFINITY {
+                        eprintln!(
+                            "rank {rank} lse state {state} err {e:e} practical {p:e} cert {:e} lse {exact}",
+                            certified.lse_bound[state]
+                        );
+                    }
+                }
             }
-        }}
+        }
     }
 }

@@ -133,7 +133,8 @@ fn measure_length(options: &Options, tokens: usize) -> Length {
     for (run, (counts, seen)) in runs.into_iter().enumerate() {
         let (family, joined) = &mut clean[run % CLEAN_FAMILIES.len()];
         joined.join(&counts);
-        false_alarms.extend(seen.map(|seen| format!("{tokens} tokens, {}, run {run}: {seen}", family.name())));
+        false_alarms
+            .extend(seen.map(|seen| format!("{tokens} tokens, {}, run {run}: {seen}", family.name())));
     }
     bar.finish_and_clear();
     Length { tokens, faults, clean, false_alarms, elapsed_s: started.elapsed().as_secs_f64() }

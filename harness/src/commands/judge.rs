@@ -6,7 +6,7 @@ use crate::cli::CommandError;
 use crate::commands::print;
 use crate::commands::reporting::full_text;
 use crate::recording::Recorded;
-use crate::run::judge_case;
+use crate::run::{contradicts, judge_case};
 use crate::run_directory::{read_events, resolve};
 use crate::status::Exit;
 use crate::store;
@@ -47,8 +47,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         let (case, recording) = store::read(&folder).map_err(CommandError::usage)?;
         let engine = Recorded::new(recording).map_err(CommandError::Usage)?;
         let result = judge_case(&case, &engine, &|_| true);
-        let stored = record.find(id).map(|before| before.status);
-        changed += usize::from(stored != Some(result.status));
+        changed += usize::from(contradicts(record.find(id), &result));
         if args.json {
             print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {

@@ -1,5 +1,7 @@
 //! `mutants`: the known faults, and which property kills which.
 
+mod trials;
+
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
@@ -29,6 +31,16 @@ enum MutantsVerb {
         #[arg(long, value_enum, default_value = "text", value_name = "FORMAT")]
         format: Format,
     },
+    /// Let each fault fail some cases and see whether the diagnosis names it
+    ///
+    /// Each fault is put into the engine, fails a few cases, and is diagnosed from the recorded answers alone. It counts as named when
+    /// it comes first, or together with faults whose answers on all these cases are the same to the last bit.
+    Diagnose(Box<trials::DiagnoseArgs>),
+    /// Shrink a case that each fault fails, and compare with the smallest case of the public bug
+    ///
+    /// A case that a property of the fault fails on is shrunk, and its size is held against the smallest case that is known for each
+    /// public bug of the fault's kind.
+    Shrink(Box<trials::ShrinkArgs>),
     /// Try faults on the cases of a suite; every one must be killed by a property that names it
     Run(Box<RunArgs>),
 }
@@ -73,6 +85,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
         MutantsVerb::List { format } => list(*format),
         MutantsVerb::Run(args) => kill(args),
+        MutantsVerb::Diagnose(args) => trials::diagnose(args),
+        MutantsVerb::Shrink(args) => trials::shrink(args),
     }
 }
 
@@ -103,14 +117,17 @@ fn list(format: Format) -> Result<Exit, CommandError> {
     Ok(Exit::Passed)
 }
 
+/// The faults of those names; all of them for none.
+fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandError> {
+    if names.is_empty() {
+        return Ok(faults().iter().collect());
+    }
+    names.iter().map(|name| engines::find_fault(name).map_err(CommandError::usage)).collect()
+}
+
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     let (cases, selection) = args.cases.selected()?;
-    let chosen: Vec<&'static Fault> = if args.faults.is_empty() {
-        faults().iter().collect()
-    } else {
-        let find = |name: &String| engines::find_fault(name).map_err(CommandError::usage);
-        args.faults.iter().map(find).collect::<Result<_, _>>()?
-    };
+    let chosen = chosen(&args.faults)?;
     if !args.no_baseline {
         baseline(&cases)?;
     }

@@ -1,14 +1,17 @@
 //! `replay`: one case again, with everything that was found.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
 use crate::commands::reporting::full_text;
 use crate::commands::{print, read_case};
+use crate::diagnose::{Evidence, MOST_CASES, diagnose};
 use crate::engines;
 use crate::nearest::nearest;
+use crate::recording::Recorder;
 use crate::run::judge_case;
 use crate::run_directory::resolve;
 use crate::select::SelectError;
@@ -41,10 +44,17 @@ pub struct Args {
     #[arg(long, default_value = "runs", value_name = "DIR")]
     runs: PathBuf,
 
-    /// Print the result as JSON
+    /// Do not say which known fault explains the failures
+    #[arg(long)]
+    no_diagnose: bool,
+
+    /// Print the result as JSON, without a diagnosis (`shardcheck diagnose --json` has it for a run)
     #[arg(long)]
     json: bool,
 }
+
+/// How long failures may be diagnosed for.
+const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `replay`.
 ///
@@ -67,14 +77,23 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         args.property.is_empty() || args.property.iter().any(|id| id == property.id)
     };
     let mut statuses = Vec::new();
+    let mut evidence = Vec::new();
     for case in &cases {
-        let result = judge_case(case, engine.as_ref(), &only);
+        let recorder = Recorder::new(engine.as_ref());
+        let result = judge_case(case, &recorder, &only);
+        if !args.no_diagnose && !args.json && evidence.len() < MOST_CASES {
+            evidence.extend(Evidence::of(case, &result, recorder.recording()));
+        }
         if args.json {
             print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
             print(full_text(&result, None))?;
         }
         statuses.push(result.status);
+    }
+    if let Some(diagnosis) = diagnose(&evidence, DIAGNOSIS) {
+        let lines = diagnosis.lines();
+        print(lines.iter().map(|line| format!("     diagnosis  {line}\n")).collect::<String>())?;
     }
     Ok(Exit::of(statuses))
 }

@@ -1,6 +1,7 @@
 //! `run`: judge the cases of a suite on an engine.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use shardcheck_cases::{Case, SuiteName};
 
@@ -41,6 +42,14 @@ pub struct Args {
     #[arg(long)]
     no_mutants: bool,
 
+    /// Do not say which known fault explains the failures
+    #[arg(long)]
+    no_diagnose: bool,
+
+    /// Leave out the corruptions that a whole gate tries before its cases (`shardcheck self-test`)
+    #[arg(long)]
+    no_self_test: bool,
+
     /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
     #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
     timeout_s: f64,
@@ -56,6 +65,9 @@ pub struct Args {
     #[command(flatten)]
     report: ReportArgs,
 }
+
+/// How long the failures of a run may be diagnosed for.
+const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `run`.
 ///
@@ -75,6 +87,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let (mut directory, before) = folder(args, &header)?;
     let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
     let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
+    if is_whole_gate(args, &selection) && !args.no_self_test {
+        super::self_test::conclude(&crate::self_test::run_all())?;
+    }
     let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
     let plan = Plan {
         cases: &remaining,
@@ -82,6 +97,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         engine: engine.as_ref(),
         jobs,
         fail_fast: args.fail_fast,
+        diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
         mutant_cases: &mutant_cases,
         before: before.map(|record| record.cases).unwrap_or_default(),
     };
@@ -94,11 +110,15 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 
 /// A whole gate of the healthy embedded engine also tries the known faults.
 fn wants_mutants(args: &Args, selection: &Selection) -> bool {
+    is_whole_gate(args, selection) && !args.no_mutants
+}
+
+/// Whether every case of the gate is judged on the healthy embedded engine.
+fn is_whole_gate(args: &Args, selection: &Selection) -> bool {
     args.cases.suite == SuiteName::Gate
         && args.cases.files.is_empty()
         && args.engine == "cpu"
         && args.fault.is_none()
-        && !args.no_mutants
         && selection.is_everything()
 }
 

@@ -54,6 +54,7 @@ pub struct TerminalReporter<W> {
     failed: Vec<String>,
     failed_count: usize,
     unkilled: Vec<String>,
+    diagnosis: Vec<String>,
 }
 
 impl<W: Write> TerminalReporter<W> {
@@ -72,6 +73,7 @@ impl<W: Write> TerminalReporter<W> {
             failed: Vec::new(),
             failed_count: 0,
             unkilled: Vec::new(),
+            diagnosis: Vec::new(),
         }
     }
 
@@ -261,6 +263,9 @@ impl<W: Write> TerminalReporter<W> {
         if self.failed_count > self.failed.len() {
             text += &format!("  failed      and {} more\n", self.failed_count - self.failed.len());
         }
+        for line in &self.diagnosis {
+            text += &format!("  diagnosis   {}\n", printable(line));
+        }
         for line in &self.unkilled {
             text += &format!("  fault       {line}\n");
         }
@@ -284,6 +289,10 @@ impl<W: Write> Reporter for TerminalReporter<W> {
             Event::RunStarted(header) => self.start(header),
             Event::CaseJudged(result) => self.judged(result),
             Event::CaseFailed { .. } => Ok(()),
+            Event::Diagnosed(diagnosis) => {
+                self.diagnosis = diagnosis.lines();
+                Ok(())
+            }
             Event::MutantTried { fault, state, property, tried, .. } => {
                 self.mutant(fault, state, property.as_deref(), *tried)
             }

@@ -157,12 +157,9 @@ impl SizedFault {
         // of the tokens that every row sees
         let token = random.below((tokens - ROWS) as u64) as usize;
         let rank = random.below(RANKS as u64) as usize;
-        let holding = |held: ChangeOfHeld| {
-            run(tensors, &Tampering { held: Some(held), ..Tampering::default() })
-        };
-        let sending = |lse: ChangeOfLse| {
-            run(tensors, &Tampering { lse: Some(lse), ..Tampering::default() })
-        };
+        let holding =
+            |held: ChangeOfHeld| run(tensors, &Tampering { held: Some(held), ..Tampering::default() });
+        let sending = |lse: ChangeOfLse| run(tensors, &Tampering { lse: Some(lse), ..Tampering::default() });
         let changed = |change: &dyn Fn(&mut Tensors)| {
             let mut other = tensors.clone();
             change(&mut other);

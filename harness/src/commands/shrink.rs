@@ -1,0 +1,120 @@
+//! `shrink`: the smallest case that still fails in the same way.
+
+use std::path::{Path, PathBuf};
+
+use shardcheck_cases::Case;
+
+use crate::cli::CommandError;
+use crate::commands::diagnose::budget;
+use crate::commands::{print, read_case};
+use crate::engines;
+use crate::report::block::shell_quoted;
+use crate::run_directory::case_folder_name;
+use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink};
+use crate::status::Exit;
+
+/// Options of `shrink`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// Case id, case file, or folder of a stored case
+    #[arg(value_name = "ID|FILE")]
+    what: String,
+
+    /// Engine under test
+    #[arg(long, default_value = "cpu", value_name = "NAME")]
+    engine: String,
+
+    /// Inject a known fault into the embedded engine
+    #[arg(long, value_name = "NAME")]
+    fault: Option<String>,
+
+    /// Property that must go on failing; the first one that fails on the case when not given
+    #[arg(long, value_name = "ID", conflicts_with = "any_property")]
+    property: Option<String>,
+
+    /// Be content with any failure, of whatever property
+    #[arg(long)]
+    any_property: bool,
+
+    /// Seconds after which the smallest case so far is taken
+    #[arg(long, default_value_t = 60.0, value_name = "SECONDS")]
+    budget_s: f64,
+
+    /// Seconds that ranks may wait for each other, in each of many tries
+    #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
+    timeout_s: f64,
+
+    /// Case file to write; a name made of the id in the current folder when not given
+    #[arg(long, short = 'o', value_name = "FILE")]
+    output: Option<PathBuf>,
+}
+
+/// Runs `shrink`.
+///
+/// # Errors
+/// [`CommandError`]; nothing selected when the case passes.
+pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    let budget = budget(args.budget_s)?;
+    let case = find(&args.what)?;
+    let engine =
+        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let keep = match &args.property {
+        Some(id) => {
+            let known = crate::properties::find(id);
+            Keep::Property(
+                known.ok_or_else(|| CommandError::Usage(format!("there is no property {id:?}")))?.id,
+            )
+        }
+        None => {
+            let property = failing_property(&case, engine.as_ref()).ok_or_else(|| {
+                CommandError::NothingSelected(format!("{} passes: there is nothing to shrink", case.id()))
+            })?;
+            if args.any_property { Keep::AnyFailure } else { Keep::Property(property) }
+        }
+    };
+    let before = Size::of(&case);
+    eprintln!("{before}  {}", case.id());
+    let shrunk = shrink(&case, engine.as_ref(), keep, budget, &mut |smaller, tried| {
+        eprintln!("{}  {} ({tried} tried)", Size::of(smaller), smaller.id());
+    });
+    let path =
+        args.output.clone().unwrap_or_else(|| format!("{}.json", case_folder_name(&shrunk.case.id())).into());
+    std::fs::write(&path, shrunk.case.to_json() + "\n")
+        .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))?;
+    print(text(args, keep, before, &shrunk, &path))?;
+    Ok(Exit::Passed)
+}
+
+fn text(args: &Args, keep: Keep, before: Size, shrunk: &Shrunk, path: &Path) -> String {
+    let id = shrunk.case.id();
+    let mut replay = format!("shardcheck replay {}", shell_quoted(&id));
+    if args.engine != "cpu" {
+        replay += &format!(" --engine {}", shell_quoted(&args.engine));
+    }
+    if let Some(fault) = &args.fault {
+        replay += &format!(" --fault {}", shell_quoted(fault));
+    }
+    let kept = match keep {
+        Keep::Property(property) => property,
+        Keep::AnyFailure => "any failure",
+    };
+    let end = if shrunk.finished { "nothing smaller was found" } else { "the time was up" };
+    format!(
+        "{id}\n      property  {kept}\n        before  {before}\n         after  {}\n         tried  {} cases in {:.1} s: {end}\n          file  {}\n     reproduce  {replay}\n",
+        Size::of(&shrunk.case),
+        shrunk.tried,
+        shrunk.elapsed_s,
+        path.display()
+    )
+}
+
+fn find(what: &str) -> Result<Case, CommandError> {
+    let path = Path::new(what);
+    if path.is_file() {
+        return read_case(path);
+    }
+    if path.join("case.json").is_file() {
+        return read_case(&path.join("case.json"));
+    }
+    what.parse().map_err(CommandError::usage)
+}

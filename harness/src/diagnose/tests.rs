@@ -1,0 +1,127 @@
+//! Tests of the diagnosis.
+
+use std::time::Duration;
+
+use shardcheck_cases::{Case, SuiteName, suite};
+use shardcheck_cpu::{CpuEngine, fault, faults};
+use shardcheck_engine::Engine;
+
+use super::{Diagnosis, Disguise, Evidence, blind, diagnose};
+use crate::recording::Recorder;
+use crate::run::judge_case;
+
+const LONG: Duration = Duration::from_secs(600);
+
+fn evidence(case: &Case, engine: &dyn Engine) -> Option<Evidence> {
+    let recorder = Recorder::new(engine);
+    let result = judge_case(case, &recorder, &|_| true);
+    Evidence::of(case, &result, recorder.recording())
+}
+
+fn diagnosis_of(name: &str, ids: &[&str]) -> Diagnosis {
+    let engine = CpuEngine::with_fault(fault(name).unwrap());
+    let evidence: Vec<Evidence> =
+        ids.iter().filter_map(|id| evidence(&id.parse().unwrap(), &engine)).collect();
+    diagnose(&evidence, LONG).unwrap()
+}
+
+#[test]
+fn the_fault_that_the_engine_has_comes_first_with_every_bit() {
+    let found = diagnosis_of(
+        "local-causal-trim",
+        &["verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3_5+2.seq/gaussian/7"],
+    );
+    assert_eq!(found.candidates[0].fault, "local-causal-trim", "{found:?}");
+    assert!(found.candidates[0].exact && found.candidates[0].beside == 0);
+    assert!(found.ruled_out > faults().len() * 9 / 10, "{found:?}");
+    assert_eq!(found.fitting + found.ruled_out + found.untried, faults().len());
+}
+
+#[test]
+fn several_failed_cases_rule_out_what_one_leaves_open() {
+    let ids = [
+        "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/1+1.seq/gaussian/7",
+        "decode/tiny-mla/tp4.dcp4.h2.s2.b4.n8.bf16.ag_rs/7+1.seq/gaussian/7",
+    ];
+    let one = diagnosis_of("length-of-full-round", &ids[..1]);
+    let both = diagnosis_of("length-of-full-round", &ids);
+    assert_eq!(both.cases.len(), 2);
+    assert_eq!(both.candidates[0].explains, 2);
+    let with = |found: &Diagnosis| {
+        let first = &found.candidates[0];
+        first.fault == "length-of-full-round"
+            || first.same_effect.contains(&"length-of-full-round".to_owned())
+    };
+    assert!(with(&one) && with(&both), "{one:?}\n{both:?}");
+    assert!(both.candidates[0].same_effect.len() <= one.candidates[0].same_effect.len());
+}
+
+#[test]
+fn a_case_that_passes_is_never_diagnosed() {
+    let healthy = shardcheck_cpu::engine();
+    for case in suite(SuiteName::EngineSmoke, 1) {
+        assert!(evidence(&case, &healthy).is_none(), "{}", case.id());
+    }
+    // a fault that changes nothing on a case leaves it passing
+    let dead = CpuEngine::with_fault(fault("scale-ignored-on-read").unwrap());
+    let case = "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+1.seq/gaussian/7".parse().unwrap();
+    assert!(evidence(&case, &dead).is_none());
+    assert!(diagnose(&[], LONG).is_none());
+}
+
+#[test]
+fn none_fits_where_the_engine_is_wrong_in_a_way_that_is_not_known() {
+    let zeros = shardcheck_cpu::hostile::hostile(shardcheck_cpu::hostile::Hostility::ZeroOutput);
+    let case = "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+1_3+1.seq/gaussian/7".parse().unwrap();
+    let found = diagnose(&[evidence(&case, zeros.as_ref()).unwrap()], LONG).unwrap();
+    assert_eq!((found.candidates.len(), found.fitting), (0, 0), "{found:?}");
+    assert!(found.lines()[0].starts_with("no known fault fits"), "{:?}", found.lines());
+}
+
+#[test]
+fn time_that_is_up_is_told_and_faults_that_were_not_tried_are_not_ruled_out() {
+    let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
+    let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
+    let found = diagnose(&[evidence(&case, &engine).unwrap()], Duration::ZERO).unwrap();
+    assert_eq!((found.untried, found.ruled_out), (faults().len(), 0));
+}
+
+#[test]
+fn a_hang_is_explained_by_faults_that_make_ranks_wait_and_by_no_other() {
+    let engine = CpuEngine::with_fault(fault("one-rank-skips-the-query-gather").unwrap())
+        .with_timeout(Duration::from_millis(300));
+    let case = "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/3+1.seq/gaussian/7".parse().unwrap();
+    let recorder = Recorder::new(&engine);
+    let result = judge_case(&case, &recorder, &|property| property.id == "decode.output");
+    let evidence = Evidence::of(&case, &result, recorder.recording()).unwrap();
+    let found = diagnose(&[evidence], LONG).unwrap();
+    // several ranks wait, and which of them is told first depends on the moment
+    let named = |candidate: &super::Candidate| candidate.fault == "one-rank-skips-the-query-gather";
+    assert!(found.candidates.iter().any(named), "{found:?}");
+    assert!(found.candidates.iter().all(|candidate| candidate.class == "hang"));
+}
+
+#[test]
+fn an_engine_of_another_arithmetic_that_returns_outputs_alone_is_diagnosed_too() {
+    let cases = suite(SuiteName::EngineSmoke, 1);
+    for name in ["row-misses-itself", "lse-base-2-as-natural", "exchange-swaps-two-ranks"] {
+        let trial = blind(fault(name).unwrap(), &cases, Disguise::Foreign);
+        assert_eq!(trial.place, Some(1), "{name}: {:?}", trial.diagnosis);
+        assert!(!trial.diagnosis.unwrap().candidates[0].exact, "{name}");
+    }
+}
+
+#[test]
+fn faults_run_blind_are_named() {
+    let cases = suite(SuiteName::EngineSmoke, 1);
+    let tried: Vec<_> = faults().iter().step_by(5).collect();
+    let named: Vec<Option<usize>> = tried
+        .iter()
+        .map(|fault| blind(fault, &cases, Disguise::None))
+        .filter(|trial| trial.diagnosis.is_some())
+        .map(|trial| trial.place)
+        .collect();
+    let first = named.iter().filter(|place| **place == Some(1)).count();
+    assert!(named.len() > 15, "only {} faults fail a case of the smoke suite", named.len());
+    assert!(first * 10 >= named.len() * 9, "{first} of {} first", named.len());
+}

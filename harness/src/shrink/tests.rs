@@ -1,0 +1,74 @@
+//! Tests of shrinking.
+
+use std::time::Duration;
+
+use shardcheck_cases::{Case, SuiteName, suite};
+use shardcheck_cpu::{CpuEngine, fault};
+
+use super::{Keep, Size, failing_property, known_case, moves, shrink};
+
+const LONG: Duration = Duration::from_secs(600);
+const LARGE: &str =
+    "verify/tiny-mla/tp4.dcp4.h2.s4.b8.n12.e4m3fn@0.5.a2a.lo_hi/37+4_0+0_9+3_66+2.pad2.shuf/cold/7";
+
+fn shrunk(name: &str, id: &str, property: &'static str) -> Case {
+    let engine = CpuEngine::with_fault(fault(name).unwrap());
+    let result = shrink(&id.parse().unwrap(), &engine, Keep::Property(property), LONG, &mut |_, _| {});
+    assert!(result.finished);
+    result.case
+}
+
+#[test]
+fn a_causal_slip_shrinks_to_the_smallest_case_that_is_known_of_it_and_still_fails() {
+    let case = shrunk("local-causal-trim", LARGE, "verify.row-lengths");
+    let size = Size::of(&case);
+    assert_eq!(known_case("vllm#47181").unwrap().admits(size), Some(true), "{size} {}", case.id());
+    let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
+    assert_eq!(failing_property(&case, &engine), Some("verify.row-lengths"));
+    assert_eq!(failing_property(&case, &shardcheck_cpu::engine()), None, "the healthy engine passes it");
+}
+
+#[test]
+fn shrinking_twice_gives_the_same_case_whatever_the_number_of_threads() {
+    let run = |threads: usize| {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        pool.install(|| shrunk("row-sees-its-successor", LARGE, "verify.output").id())
+    };
+    assert_eq!(run(1), run(3));
+}
+
+#[test]
+fn a_merge_shrinks_along_its_own_axes() {
+    let id = "merge_partials/w4.t7.h4.d16.f32.a2a.hi_lo/random/sliced/7";
+    let case = shrunk("n-way-merge-counts-two", id, "merge.output");
+    let size = Size::of(&case);
+    assert_eq!((size.tokens, size.world, size.heads), (1, 3, 1), "{}", case.id());
+}
+
+#[test]
+fn without_time_the_given_case_comes_back_and_says_so() {
+    let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
+    let case: Case = LARGE.parse().unwrap();
+    let keep = Keep::Property("verify.row-lengths");
+    let result = shrink(&case, &engine, keep, Duration::ZERO, &mut |_, _| {});
+    assert!(!result.finished && result.case == case);
+}
+
+#[test]
+fn a_shrunk_case_never_fails_for_another_reason() {
+    // this fault breaks the lengths as well, of which a smaller case would do
+    let case = shrunk("row-misses-itself", LARGE, "verify.output");
+    let engine = CpuEngine::with_fault(fault("row-misses-itself").unwrap());
+    let result = crate::run::judge_case(&case, &engine, &|property| property.id == "verify.output");
+    assert!(result.status.is_failure());
+}
+
+#[test]
+fn every_step_is_smaller_and_a_case_that_reads_back() {
+    for case in suite(SuiteName::EngineSmoke, 1) {
+        for smaller in moves::moves(&case) {
+            assert!(super::size::key(&smaller) < super::size::key(&case), "{} {}", case.id(), smaller.id());
+            assert_eq!(smaller.id().parse::<Case>().unwrap(), smaller, "{}", case.id());
+        }
+    }
+}
