@@ -98,7 +98,11 @@ fn pages_that_are_read_from_other_blocks_are_named() {
     let said = said("blocks-taken-as-contiguous", case);
     assert!(said.contains("page 1") || said.contains("block"), "{said}");
     says("page-of-virtual-block", case, &["row 0 of request 0", "lacks"]);
-    says("block-table-trimmed", case, &["reads page 1 (tokens 8 to 15) in place of page 2 (tokens 16 to 23)"]);
+    says(
+        "block-table-trimmed",
+        case,
+        &["reads page 1 (tokens 8 to 15) in place of page 2 (tokens 16 to 23)"],
+    );
 }
 
 #[test]

@@ -6,12 +6,17 @@ mod causal;
 mod context;
 mod exchange;
 mod gates;
+mod groups;
 mod heads;
 mod layout;
 mod lse;
+mod positions;
+mod rows;
+mod scales;
 mod segments;
 mod small;
 mod steps;
+mod weights;
 
 use std::fmt;
 use std::str::FromStr;
@@ -139,6 +144,11 @@ pub fn faults() -> &'static [Fault] {
             small::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
+            positions::FAULTS,
+            rows::FAULTS,
+            groups::FAULTS,
+            weights::FAULTS,
+            scales::FAULTS,
         ]
         .concat()
     });

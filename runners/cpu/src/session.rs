@@ -40,7 +40,7 @@ impl CpuSession {
             }
             Operation::WriteKv => write_kv(configuration, &mut self.caches, inputs, policies)?,
             Operation::ReadCache => read_cache(configuration, &self.caches),
-            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs)?,
+            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs, policies)?,
             Operation::Attend { mask } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;

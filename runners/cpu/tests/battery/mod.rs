@@ -381,6 +381,14 @@ pub fn scenes() -> Vec<(&'static str, Scene)> {
     let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
     list.push(("decode", Scene::small(2).with(|s| s.configuration.attention = grouped)));
     list.push(("verify", Scene::small(2).with(verify).with(|s| s.configuration.attention = grouped)));
+    // a scale that leaves small values below the smallest normal number of the cache
+    let narrow_groups = |s: &mut Scene| {
+        s.configuration.attention = grouped;
+        s.configuration.kv_dtype = Dtype::E4m3fn;
+        s.configuration.kv_scale = 4.0;
+    };
+    list.push(("decode", Scene::small(2).with(narrow_groups)));
+    list.push(("verify", Scene::small(2).with(verify).with(narrow_groups)));
     for shift in [-400.0, 400.0] {
         list.push(("decode", Scene::small(4).with(|s| s.shift = shift)));
         list.push(("verify", Scene::small(4).with(verify).with(|s| s.shift = shift)));
