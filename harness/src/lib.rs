@@ -1,6 +1,8 @@
 //! The harness: select → run → judge → explain → report.
 
 mod attribute;
+pub mod boundary;
+pub mod bugs;
 pub mod cli;
 pub mod commands;
 pub mod diff;
@@ -16,6 +18,7 @@ pub mod judge;
 pub mod laboratory;
 mod localise;
 pub mod material;
+pub mod matrix;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;

@@ -4,5 +4,6 @@ mod bad_input;
 mod explaining;
 mod judging;
 mod killing;
+mod matrices;
 mod program;
 mod running;

@@ -14,6 +14,7 @@ mod positions;
 mod rows;
 mod scales;
 mod segments;
+mod settings;
 mod small;
 mod steps;
 mod weights;
@@ -149,6 +150,7 @@ pub fn faults() -> &'static [Fault] {
             groups::FAULTS,
             weights::FAULTS,
             scales::FAULTS,
+            settings::FAULTS,
         ]
         .concat()
     });

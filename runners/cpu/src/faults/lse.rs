@@ -138,7 +138,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-swapped-by-the-sender",
         title: "the sender packs the halves of the LSE in the other order than the receiver reads them",
         class: FaultClass::LseMath,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &["pack.lanes", "pack.round-trip", "decode.lse", "merge.lse"],
         apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits, other(order)),
     },
@@ -146,7 +146,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "unpack-ignores-lane-order",
         title: "the receiver reads the high half first whatever order was agreed on",
         class: FaultClass::LseMath,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &["pack.round-trip", "equal.lanes", "decode.lse"],
         apply: |p| p.merge.lanes.unpack = |pair, _| lanes::unpack(pair, LaneOrder::HiLo),
     },
@@ -154,7 +154,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "low-lane-dropped",
         title: "only the high half of the LSE travels",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &["pack.round-trip", "pack.lanes", "decode.lse", "merge.lse"],
         apply: |p| p.merge.lanes.pack = |bits, order| lanes::pack(bits & 0xFFFF_0000, order),
     },
@@ -162,7 +162,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-through-a-float",
         title: "the halves pass through a bf16 operation, which quiets those that are NaNs",
         class: FaultClass::DtypeScale,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &["pack.round-trip", "pack.lanes"],
         apply: |p| {
             p.merge.lanes.pack =
@@ -173,7 +173,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-as-two-values",
         title: "the LSE travels as the sum of two bf16 values instead of two halves",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &["merge.shift", "pack.lanes"],
         apply: |p| {
             p.merge.lanes.pack = |bits, order| {
