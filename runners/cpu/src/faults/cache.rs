@@ -35,7 +35,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "graph-padding rows are written into the first request",
         class: FaultClass::Padding,
         bugs: &["vllm-ascend#12840", "ATOM#1229"],
-        killed_by: &["write.single-writer", "write.round-trip", "write.untouched"],
+        killed_by: &["write.single-writer", "write.round-trip"],
         apply: |p| p.cache.written_request = |request| Some(request.max(0) as usize),
     },
     Fault {

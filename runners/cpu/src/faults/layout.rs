@@ -23,7 +23,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every rank counts ceil(L / W) tokens, as only the first ones hold",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.partial-lse"],
+        killed_by: &[
+            "layout.partition",
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.partial-lse",
+        ],
         apply: |p| p.layout.local_len = |len, _, grid| len.div_ceil(grid.round_tokens()) * grid.interleave,
     },
     Fault {
@@ -31,7 +37,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "no rank counts its tokens of the last, incomplete round",
         class: FaultClass::LayoutIndex,
         bugs: &["TransformerEngine#1012"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.output"],
+        killed_by: &[
+            "layout.partition",
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.output",
+        ],
         apply: |p| p.layout.local_len = |len, _, grid| len / grid.round_tokens() * grid.interleave,
     },
     Fault {
@@ -39,7 +51,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's share is ceil((L − r) / W) with r counted from one",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
-        killed_by: &["layout.local-lengths", "layout.row-sum", "decode.row-lengths", "decode.output"],
+        killed_by: &[
+            "layout.partition",
+            "layout.local-lengths",
+            "layout.row-sum",
+            "decode.row-lengths",
+            "decode.output",
+        ],
         apply: |p| {
             p.layout.local_len = |len, member, grid| {
                 let rest = len % grid.round_tokens();
@@ -70,7 +88,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a position belongs to a rank by its block, not by its interleave run",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#14876"],
-        killed_by: &["layout.partition", "layout.slots", "write.round-trip", "decode.output"],
+        killed_by: &["layout.slots", "write.round-trip", "decode.output"],
         apply: |p| p.layout.owner = |position, grid| position / grid.block % grid.world,
     },
     Fault {
@@ -78,7 +96,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "position 0 belongs to the last rank instead of the first",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#6344"],
-        killed_by: &["layout.partition", "layout.slots", "write.single-writer", "decode.output"],
+        killed_by: &["layout.slots", "write.single-writer", "decode.output"],
         apply: |p| {
             p.layout.owner = |position, grid| (position / grid.interleave + grid.world - 1) % grid.world
         },

@@ -63,7 +63,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "LSEs are exponentiated as they are: large ones overflow",
         class: FaultClass::LseMath,
         bugs: &["flashinfer#3838"],
-        killed_by: &["merge.shift", "merge.output", "merge.lse", "decode.output"],
+        killed_by: &["merge.shift", "decode.output"],
         apply: |p| p.merge.combine = unshifted,
     },
     Fault {

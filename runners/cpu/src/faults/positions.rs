@@ -9,7 +9,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "position 0 belongs to the second rank, and the last rank's runs to the first",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#6344"],
-        killed_by: &["layout.partition", "layout.slots", "write.single-writer"],
+        killed_by: &["layout.slots", "write.single-writer"],
         apply: |p| p.layout.owner = |position, grid| (position / grid.interleave + 1) % grid.world,
     },
     Fault {
@@ -17,7 +17,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "runs are dealt from the last rank to the first",
         class: FaultClass::LayoutIndex,
         bugs: &["ATOM#1994", "vllm-ascend#16492"],
-        killed_by: &["layout.partition", "layout.slots", "write.single-writer"],
+        killed_by: &["layout.slots", "write.single-writer"],
         apply: |p| p.layout.owner = |position, grid| grid.world - 1 - position / grid.interleave % grid.world,
     },
     Fault {
