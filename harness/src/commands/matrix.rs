@@ -60,29 +60,35 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     finish(&matrices, args.format, args.output.as_deref())
 }
 
-/// Tries the faults at the boundary of an engine; `names` chooses some, none means all.
+/// The faults at the boundary of those names; all of them where none is named.
 ///
 /// # Errors
-/// [`CommandError`]; a baseline that fails is one.
+/// A name that no fault has.
+pub fn chosen_at_the_boundary(names: &[String]) -> Result<Vec<&'static BoundaryFault>, CommandError> {
+    if names.is_empty() {
+        return Ok(boundary_faults().collect());
+    }
+    names.iter().map(|name| find_boundary_fault(name)).collect()
+}
+
+/// Tries faults at the boundary of an engine.
+///
+/// # Errors
+/// [`CommandError`].
 pub fn boundary(
     engine: &dyn Engine,
     (suite, seed, cases): (&str, u64, &[Case]),
-    names: &[String],
+    chosen: &[&'static BoundaryFault],
     format: Format,
     output: Option<&Path>,
 ) -> Result<Exit, CommandError> {
-    let chosen: Vec<&'static BoundaryFault> = if names.is_empty() {
-        boundary_faults().collect()
-    } else {
-        names.iter().map(|name| find_boundary_fault(name)).collect::<Result<_, _>>()?
-    };
     let matrix = Matrix {
         schema_version: MATRIX_SCHEMA_VERSION,
         suite: suite.to_owned(),
         seed,
         engine: engine.profile().engine.clone(),
         cases: cases.len(),
-        rows: try_boundary(&chosen, engine, cases, &|_| {}),
+        rows: try_boundary(chosen, engine, cases, &|_| {}),
         idle_properties: Vec::new(),
     };
     finish(&[matrix], format, output)

@@ -144,6 +144,7 @@ fn list_boundary(format: Format) -> Result<Exit, CommandError> {
 
 fn boundary(args: &RunArgs) -> Result<Exit, CommandError> {
     let engine = engines::open(&args.engine, None, args.timeout_s).map_err(CommandError::usage)?;
+    let chosen = super::matrix::chosen_at_the_boundary(&args.faults)?;
     let (cases, _) = args.cases.selected()?;
     if !args.no_baseline {
         baseline(&cases, engine.as_ref())?;
@@ -152,7 +153,7 @@ fn boundary(args: &RunArgs) -> Result<Exit, CommandError> {
     super::matrix::boundary(
         engine.as_ref(),
         (&source, seed, &cases),
-        &args.faults,
+        &chosen,
         args.format,
         args.output.as_deref(),
     )
