@@ -9,6 +9,7 @@ pub mod golden;
 pub mod gsm8k;
 pub mod judge;
 pub mod list;
+pub mod matrix;
 pub mod mutants;
 pub mod replay;
 pub mod reporting;

@@ -219,6 +219,97 @@ fn fault_table() -> String {
     table
 }
 
+fn bug_table() -> String {
+    let mut table = String::from(
+        "| bug | class | what was wrong | faults that model it | seen by | what is missing |\n|---|---|---|---|---|---|\n",
+    );
+    for bug in crate::bugs::bugs() {
+        let faults: Vec<_> = bug.faults().iter().map(|fault| format!("`{}`", fault.name)).collect();
+        let properties: Vec<_> = bug.properties().iter().map(|id| format!("`{id}`")).collect();
+        let missing = match (bug.later, &bug.note) {
+            (Some(later), Some(note)) => format!("{}: {note}", later.name()),
+            (_, note) => note.clone().unwrap_or_default(),
+        };
+        table += &format!(
+            "| {} | {} | {} | {} | {} | {} |\n",
+            bug.refs.join(", "),
+            bug.class,
+            cell(&bug.mechanism),
+            faults.join(", "),
+            properties.join(", "),
+            cell(&missing)
+        );
+    }
+    table
+}
+
+fn bug_counts() -> String {
+    let all = crate::bugs::bugs();
+    let count = |which: fn(&&crate::bugs::Bug) -> bool| all.iter().filter(which).count();
+    format!(
+        "Of {} bugs, {} are modelled by a fault, {} of them in part; {} have none, each for the reason that stands with it.\n",
+        all.len(),
+        count(|bug| !bug.faults().is_empty()),
+        count(|bug| !bug.faults().is_empty() && bug.note.is_some()),
+        count(|bug| bug.faults().is_empty())
+    )
+}
+
+fn boundary_table() -> String {
+    let mut table = String::from("| fault | tampers with | what is wrong | killed by |\n|---|---|---|---|\n");
+    for fault in crate::boundary::boundary_faults() {
+        let killers: Vec<_> = fault.killed_by.iter().map(|id| format!("`{id}`")).collect();
+        table += &format!(
+            "| `{}` | {} | {} | {} |\n",
+            fault.name,
+            fault.touches,
+            cell(fault.title),
+            killers.join(", ")
+        );
+    }
+    table
+}
+
+#[test]
+fn the_page_on_bugs_joins_the_catalogue_with_the_faults() {
+    check("bugs.md", &[("counts", bug_counts()), ("bugs", bug_table())]);
+}
+
+#[test]
+fn the_page_on_the_kill_matrix_names_every_state_every_field_and_the_version() {
+    use crate::matrix::{KillState, MATRIX_SCHEMA_VERSION, Matrix, Row};
+    let states: String = KillState::ALL
+        .iter()
+        .map(|state| format!("| `{}` | {} |\n", state.name(), state.meaning()))
+        .collect();
+    let states = format!("| state | meaning |\n|---|---|\n{states}");
+    check("kill-matrix.md", &[("states", states), ("boundary", boundary_table())]);
+    let mut row = Row::new("fault", "class");
+    row.cells = vec![crate::matrix::Cell {
+        property: "verify.output".to_owned(),
+        state: KillState::Survived,
+        case: None,
+        tried: 0,
+    }];
+    let matrix = Matrix {
+        schema_version: MATRIX_SCHEMA_VERSION,
+        suite: "gate".to_owned(),
+        seed: 1,
+        engine: "cpu".to_owned(),
+        cases: 0,
+        rows: vec![row],
+        idle_properties: Vec::new(),
+    };
+    let text = page("kill-matrix.md");
+    let value = serde_json::to_value(&matrix).unwrap();
+    let objects = [&value, &value["rows"][0], &value["rows"][0]["cells"][0]];
+    for field in objects.iter().flat_map(|object| object.as_object().unwrap().keys()) {
+        assert!(text.contains(&format!("| `{field}` |")), "`{field}` has no row in docs/kill-matrix.md");
+    }
+    let version = format!("<!-- version -->{MATRIX_SCHEMA_VERSION}<!-- end version -->");
+    assert!(text.contains(&version), "docs/kill-matrix.md must say {version}");
+}
+
 #[test]
 fn the_page_on_properties_lists_the_registry() {
     check("properties.md", &[("properties", property_table())]);

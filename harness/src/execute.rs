@@ -9,8 +9,10 @@ use rayon::prelude::*;
 use shardcheck_cases::Case;
 use shardcheck_engine::Engine;
 
+use crate::boundary::{boundary_faults, try_boundary};
 use crate::diagnose::{MOST_CASES, diagnose, evidence_of};
 use crate::event::{CaseResult, Event};
+use crate::matrix::{KillState, Row};
 use crate::mutants::{self, Mutant, MutantState};
 use crate::recording::{Recorder, Recording};
 use crate::run::judge_case;
@@ -172,6 +174,28 @@ fn produce(plan: &Plan<'_>, stop: &AtomicBool, send: &mpsc::Sender<Message>) {
             let _ = send.send(Message::Mutant(mutant.clone()));
         }
     });
+    let faults: Vec<_> = boundary_faults().collect();
+    try_boundary(&faults, plan.engine, plan.mutant_cases, &|row| {
+        if let (Some(mutant), Ok(send)) = (tried_at_the_boundary(row), send.lock()) {
+            let _ = send.send(Message::Mutant(mutant));
+        }
+    });
+}
+
+/// A fault at the boundary as a mutant; `None` where there was nothing to tamper with.
+fn tried_at_the_boundary(row: &Row) -> Option<Mutant> {
+    let state = match row.state {
+        KillState::Killed => MutantState::Killed,
+        KillState::NotApplicable => return None,
+        _ => MutantState::Survived,
+    };
+    Some(Mutant {
+        fault: format!("boundary:{}", row.fault),
+        state,
+        property: row.property.clone(),
+        case: row.case.clone(),
+        tried: row.tried,
+    })
 }
 
 fn take(

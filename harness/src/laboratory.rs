@@ -4,7 +4,7 @@
 
 use std::cell::{OnceCell, RefCell};
 
-use shardcheck_cases::Case;
+use shardcheck_cases::{Body, Case};
 use shardcheck_engine::{
     Answer, Configuration, Engine, EngineError, Operation, Reply, Session, Tensor, Tensors,
 };
@@ -245,6 +245,28 @@ impl<'a> Laboratory<'a> {
         let mut session = self.session.borrow_mut();
         let run = session.as_mut().ok_or_else(|| Halt::Unsupported("no session is open".to_owned()))?;
         Ok(run.step(&Operation::ReadCache, &Tensors::new())?.reply)
+    }
+
+    /// What the engine answers to the case: to its step and its write, or to its settings. Two engines that answer alike on
+    /// a case can't be told apart by one step of it.
+    pub fn answers(&self) -> Vec<Result<Reply, String>> {
+        let text = |halt: Halt| format!("{halt:?}");
+        match (self.material, &self.case.body) {
+            (Material::Rules, Body::Rules(rules)) => {
+                vec![Err(format!("{:?}", self.engine.validate(rules.rules, &rules.settings)))]
+            }
+            (Material::Attention(_), _) => {
+                let changed = self.observed().map(|observed| observed.changed_inputs.join(" "));
+                let written = || self.written();
+                vec![
+                    self.observed().map(|observed| observed.reply.clone()).map_err(text),
+                    Err(changed.unwrap_or_else(text)),
+                    written().map(|written| written.write.reply.clone()).map_err(text),
+                    written().map(|written| written.after.clone()).map_err(text),
+                ]
+            }
+            _ => vec![self.observed().map(|observed| observed.reply.clone()).map_err(text)],
+        }
     }
 
     fn perform(&self) -> Result<Observed, Halt> {

@@ -2,6 +2,8 @@
 
 mod attribute;
 pub mod bench;
+pub mod boundary;
+pub mod bugs;
 pub mod cli;
 pub mod commands;
 pub mod diagnose;
@@ -18,6 +20,7 @@ pub mod judge;
 pub mod laboratory;
 mod localise;
 pub mod material;
+pub mod matrix;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;

@@ -79,7 +79,7 @@ pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant
 pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
     let engine = CpuEngine::with_fault(fault);
     let named = |property: &properties::Property| fault.killed_by.contains(&property.id);
-    let mut order = in_own_order(fault, cases, &named);
+    let mut order = in_own_order(fault.name, cases, &named);
     if order.is_empty() {
         return mutant(fault, MutantState::NotApplicable, None, 0);
     }
@@ -117,7 +117,7 @@ fn has_teeth(property: &'static properties::Property, cases: &[Case]) -> bool {
     let named = shardcheck_cpu::faults().iter().filter(|fault| fault.killed_by.contains(&property.id));
     named.take(FAULTS_A_PROPERTY).any(|fault| {
         let engine = CpuEngine::with_fault(fault);
-        in_own_order(fault, cases, &|candidate| candidate.id == property.id)
+        in_own_order(fault.name, cases, &|candidate| candidate.id == property.id)
             .into_iter()
             .take(CASES_A_PROPERTY)
             .any(|case| first_failure(case, &engine, &|candidate| candidate.id == property.id).is_some())
@@ -126,16 +126,14 @@ fn has_teeth(property: &'static properties::Property, cases: &[Case]) -> bool {
 
 /// Small cases on which one of the chosen properties is judged, in an order of the fault's own: neighbours in a suite are
 /// alike, so they are not tried in a row.
-fn in_own_order<'a>(
-    fault: &Fault,
+pub(crate) fn in_own_order<'a>(
+    name: &str,
     cases: &'a [Case],
     chosen: &dyn Fn(&properties::Property) -> bool,
 ) -> Vec<&'a Case> {
     let mut order: Vec<&Case> =
         cases.iter().filter(|case| !has_real_heads(case) && properties::of(case).any(chosen)).collect();
-    order.sort_by_cached_key(|case| {
-        *blake3::hash(format!("{} {}", fault.name, case.id()).as_bytes()).as_bytes()
-    });
+    order.sort_by_cached_key(|case| *blake3::hash(format!("{name} {}", case.id()).as_bytes()).as_bytes());
     order
 }
 

@@ -6,8 +6,11 @@ use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
 
+use shardcheck_cases::Case;
 use shardcheck_cpu::{Fault, faults};
+use shardcheck_engine::Engine;
 
+use crate::boundary::{BoundaryFault, boundary_faults};
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::engines;
@@ -30,6 +33,10 @@ enum MutantsVerb {
         /// What to print
         #[arg(long, value_enum, default_value = "text", value_name = "FORMAT")]
         format: Format,
+
+        /// Print the faults at the boundary of an engine instead
+        #[arg(long)]
+        boundary: bool,
     },
     /// Let each fault fail some cases and see whether the diagnosis names it
     ///
@@ -41,6 +48,8 @@ enum MutantsVerb {
     /// A case that a property of the fault fails on is shrunk, and its size is held against the smallest case that is known for each
     /// public bug of the fault's kind.
     Shrink(Box<trials::ShrinkArgs>),
+    /// Try every fault on every property that it names, suite beside suite; anything wrong with the matrix fails
+    Matrix(super::matrix::Args),
     /// Try faults on the cases of a suite; every one must be killed by a property that names it
     Run(Box<RunArgs>),
 }
@@ -65,10 +74,23 @@ struct RunArgs {
     /// Skip the check that the engine without a fault passes
     #[arg(long)]
     no_baseline: bool,
+
+    /// Tamper with what passes the boundary of the engine instead of replacing a part of it
+    #[arg(long)]
+    boundary: bool,
+
+    /// Engine whose boundary is tampered with
+    #[arg(long, default_value = "cpu", value_name = "NAME", requires = "boundary")]
+    engine: String,
+
+    /// Seconds that ranks may wait for each other
+    #[arg(long, default_value_t = 5.0, value_name = "S")]
+    timeout_s: f64,
 }
 
+/// How faults and matrices are printed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
-enum Format {
+pub enum Format {
     /// Lines for people: the name is the first word.
     Text,
     /// JSON.
@@ -83,7 +105,10 @@ enum Format {
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
-        MutantsVerb::List { format } => list(*format),
+        MutantsVerb::List { boundary: true, format } => list_boundary(*format),
+        MutantsVerb::List { format, .. } => list(*format),
+        MutantsVerb::Matrix(args) => super::matrix::run(args),
+        MutantsVerb::Run(args) if args.boundary => boundary(args),
         MutantsVerb::Run(args) => kill(args),
         MutantsVerb::Diagnose(args) => trials::diagnose(args),
         MutantsVerb::Shrink(args) => trials::shrink(args),
@@ -125,11 +150,42 @@ fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandError> {
     names.iter().map(|name| engines::find_fault(name).map_err(CommandError::usage)).collect()
 }
 
+fn list_boundary(format: Format) -> Result<Exit, CommandError> {
+    let line = |fault: &BoundaryFault| match format {
+        Format::Text => format!("{:<36} {:<36} {}\n", fault.name, fault.touches, fault.title),
+        Format::Json => serde_json::json!({
+            "name": fault.name, "touches": fault.touches, "title": fault.title, "killed_by": fault.killed_by,
+        })
+        .to_string()
+            + "\n",
+        Format::Markdown => format!("| {} | {} | {} |\n", fault.name, fault.touches, fault.title),
+    };
+    super::print(boundary_faults().map(line).collect::<String>())?;
+    Ok(Exit::Passed)
+}
+
+fn boundary(args: &RunArgs) -> Result<Exit, CommandError> {
+    let engine = engines::open(&args.engine, None, args.timeout_s).map_err(CommandError::usage)?;
+    let chosen = super::matrix::chosen_at_the_boundary(&args.faults)?;
+    let (cases, _) = args.cases.selected()?;
+    if !args.no_baseline {
+        baseline(&cases, engine.as_ref())?;
+    }
+    let (source, seed) = (args.cases.source(), args.cases.seed);
+    super::matrix::boundary(
+        engine.as_ref(),
+        (&source, seed, &cases),
+        &chosen,
+        args.format,
+        args.output.as_deref(),
+    )
+}
+
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     let (cases, selection) = args.cases.selected()?;
     let chosen = chosen(&args.faults)?;
     if !args.no_baseline {
-        baseline(&cases)?;
+        baseline(&cases, &shardcheck_cpu::engine())?;
     }
     let mutants = try_all(&chosen, &cases, &|_| {});
     print(&mutants, args.format)?;
@@ -151,11 +207,10 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
 }
 
 /// A fault proves nothing where the healthy engine fails as well.
-fn baseline(cases: &[shardcheck_cases::Case]) -> Result<(), CommandError> {
+pub(super) fn baseline(cases: &[Case], engine: &dyn Engine) -> Result<(), CommandError> {
     use rayon::prelude::*;
-    let engine = shardcheck_cpu::engine();
     let failed = cases.par_iter().find_map_first(|case| {
-        let result = judge_case(case, &engine, &|_| true);
+        let result = judge_case(case, engine, &|_| true);
         result.status.is_failure().then_some(result)
     });
     match failed {

@@ -231,7 +231,8 @@ fn permutation(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn shift(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.merging();
-    let (inputs, expected) = material.shifted(32.0)?;
+    // beyond what an exponential in 32 bits holds, so that a merge must subtract a maximum
+    let (inputs, expected) = material.shifted(96.0)?;
     let observed = rerun(laboratory, &inputs)?;
     let headline = "a common shift of all LSEs changes the merge";
     let first = compare(material, &observed, &expected.out)?
@@ -265,7 +266,16 @@ fn fold(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let second =
         Comparison::all("lse", &state.1.to_f64(), &expected.lse)
             .finding(headline, Stage::Merge, |flat| format!("state {flat}"));
-    Ok(if let Finding::Holds(more) = second { Finding::Holds(measured.and(more)) } else { second })
+    let Finding::Holds(more) = second else { return Ok(second) };
+    // both routes are held to the same numbers: with either wrong, they are not equal
+    let headline = "the N-way merge is not what folding the two-state merge over the ranks gives";
+    let third = compare(material, laboratory.observed()?, &material.expected()?.out)?.finding(
+        headline,
+        Stage::Merge,
+        |flat| material.place(flat),
+    );
+    let Finding::Holds(all) = third else { return Ok(third) };
+    Ok(Finding::Holds(measured.and(more).and(all)))
 }
 
 fn views(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -5,5 +5,6 @@ mod diagnosing;
 mod explaining;
 mod judging;
 mod killing;
+mod matrices;
 mod program;
 mod running;

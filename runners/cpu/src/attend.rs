@@ -22,11 +22,15 @@ struct UpProjection {
 }
 
 impl UpProjection {
-    fn read(inputs: &Tensors, configuration: &Configuration) -> Result<Option<Self>, EngineError> {
+    fn read(
+        inputs: &Tensors,
+        configuration: &Configuration,
+        policies: &Policies,
+    ) -> Result<Option<Self>, EngineError> {
         let Some(tensor) = inputs.find("w_uv") else { return Ok(None) };
         let (from, to) = (configuration.attention.value_dim(), configuration.attention.v_head_dim());
         tensor.expect("w_uv", Dtype::Bf16, &[configuration.total_heads(), from, to])?;
-        Ok(Some(Self { weights: tensor.to_f32(), from, to }))
+        Ok(Some(Self { weights: (policies.query.read_projection)(tensor), from, to }))
     }
 
     /// Projects every head, in f32, rounded to bf16 once; `head_of` gives a head's place among all heads.
@@ -82,7 +86,7 @@ pub fn attend(
     let dim = configuration.attention.qk_dim();
     let shape =
         HeadShape { rows, own: configuration.heads_per_rank, total: configuration.total_heads(), dim };
-    let up = UpProjection::read(inputs, configuration)?;
+    let up = UpProjection::read(inputs, configuration, policies)?;
     let dispatch = (policies.session.dispatch)(configuration, up.is_some());
     let step = Step {
         configuration,
@@ -193,7 +197,8 @@ impl Step<'_> {
                 let view = self.view(tokens, kv_head);
                 let q = &padded[head * self.shape.dim..(head + 1) * self.shape.dim];
                 let target = &mut out[head * dim..(head + 1) * dim];
-                lse[head] = attend_row(q, view, row_lens[row], scale, kernel, &mut scratch, target);
+                let seen = (kernel.seen_by_head)(row_lens, row, head, width);
+                lse[head] = attend_row(q, view, seen, scale, kernel, &mut scratch, target);
             }
             let (first, first_lse) =
                 ((kernel.first_kept_head)(width, heads), (kernel.first_kept_lse)(width, heads));

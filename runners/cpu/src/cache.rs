@@ -56,15 +56,20 @@ impl KvFormat {
     }
 }
 
+/// Reads one head's row from its codes.
+pub type DecodeRow = fn(&[u8], &KvFormat, &mut [f32]);
+
 /// How rows get into a cache and out of it.
 #[derive(Clone, Copy)]
 pub struct CachePolicies {
     /// Casts one head's row into codes.
     pub encode: fn(&[f32], &KvFormat, &mut [u8]),
-    /// Reads one head's row for attention over local tokens.
-    pub decode: fn(&[u8], &KvFormat, &mut [f32]),
+    /// Reads one head's key for attention over local tokens.
+    pub decode: DecodeRow,
+    /// Reads one head's value for attention over local tokens, where values have a cache of their own.
+    pub decode_value: DecodeRow,
     /// Reads one head's row of a gathered context.
-    pub decode_context: fn(&[u8], &KvFormat, &mut [f32]),
+    pub decode_context: DecodeRow,
     /// First key column of the value (MLA).
     pub value_column: fn(&KvFormat) -> usize,
     /// Block-table entries of a request as the reader takes them.
@@ -75,6 +80,23 @@ pub struct CachePolicies {
     pub writes: fn(usize, usize) -> bool,
     /// Rows behind the written one that a write touches as well.
     pub overwritten_rows: usize,
+    /// Changes one head's key before it is cast. Keys come with their rotary phase, so nothing is left to do.
+    pub turn: fn(&mut [f32], &KvFormat, &WrittenToken),
+    /// Rank whose part of a given cache a rank takes: `(rank, ranks)`.
+    pub given_part: fn(usize, usize) -> usize,
+    /// Blocks of a given cache that are taken over, of all of them; the others stay as they were.
+    pub given_blocks: fn(usize) -> usize,
+}
+
+/// A token that is written, as a fault of its rotary phase sees it.
+#[derive(Debug, Clone, Copy)]
+pub struct WrittenToken {
+    /// Position in its request.
+    pub position: usize,
+    /// Index among the tokens of its owner.
+    pub local: usize,
+    /// Index among the tokens of the write.
+    pub row: usize,
 }
 
 impl CachePolicies {
@@ -82,12 +104,16 @@ impl CachePolicies {
     pub const HEALTHY: Self = Self {
         encode: encode_row,
         decode: decode_row,
+        decode_value: decode_row,
         decode_context: decode_row,
         value_column: |_| 0,
         seen_entries: <[i64]>::to_vec,
         written_request: |request| usize::try_from(request).ok(),
         writes: |owner, member| owner == member,
         overwritten_rows: 0,
+        turn: |_, _, _| {},
+        given_part: |rank, _| rank,
+        given_blocks: |blocks| blocks,
     };
 }
 
@@ -165,16 +191,12 @@ pub struct TokenRows {
 }
 
 impl TokenRows {
-    /// Appends one token from its codes.
-    pub fn push(
-        &mut self,
-        codes: (&[u8], &[u8]),
-        format: &KvFormat,
-        decode: fn(&[u8], &KvFormat, &mut [f32]),
-    ) {
-        for (row_codes, dim, rows) in
-            [(codes.0, format.key_dim, &mut self.keys), (codes.1, format.value_dim, &mut self.values)]
-        {
+    /// Appends one token from its codes, given how keys and how values are read.
+    pub fn push(&mut self, codes: (&[u8], &[u8]), format: &KvFormat, (key, value): (DecodeRow, DecodeRow)) {
+        for (row_codes, dim, rows, decode) in [
+            (codes.0, format.key_dim, &mut self.keys, key),
+            (codes.1, format.value_dim, &mut self.values, value),
+        ] {
             for head in row_codes.chunks_exact(dim * format.dtype.size_bytes()) {
                 let begin = rows.len();
                 rows.resize(begin + dim, f32::NAN);
@@ -203,7 +225,7 @@ pub fn read_local_tokens(
     for local in 0..count {
         let (entry, offset) = (layout.page)(local, count, grid);
         let slot = table.block_among(&entries, request, entry, layout)? * grid.block + offset;
-        rows.push(cache.token(slot, format), format, cached.decode);
+        rows.push(cache.token(slot, format), format, (cached.decode, cached.decode_value));
     }
     Ok(rows)
 }

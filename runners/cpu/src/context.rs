@@ -174,7 +174,11 @@ impl Step<'_> {
                         gathered.get(source * token_bytes..(source + 1) * token_bytes).ok_or_else(|| {
                             Stop::crash(format!("illegal address: row {source} of a gathered chunk"))
                         })?;
-                    tokens.push(codes.split_at(key_bytes), &self.format, cached.decode_context);
+                    tokens.push(
+                        codes.split_at(key_bytes),
+                        &self.format,
+                        (cached.decode_context, cached.decode_context),
+                    );
                 }
             }
             requests.push(tokens);

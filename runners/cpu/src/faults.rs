@@ -6,13 +6,19 @@ mod causal;
 mod context;
 mod exchange;
 mod gates;
+mod groups;
 mod heads;
 mod layout;
 mod lse;
+mod positions;
+mod rows;
+mod scales;
 mod segments;
+mod settings;
 mod small;
 mod stale;
 mod steps;
+mod weights;
 
 use std::fmt;
 use std::str::FromStr;
@@ -141,6 +147,12 @@ pub fn faults() -> &'static [Fault] {
             stale::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
+            positions::FAULTS,
+            rows::FAULTS,
+            groups::FAULTS,
+            weights::FAULTS,
+            scales::FAULTS,
+            settings::FAULTS,
         ]
         .concat()
     });

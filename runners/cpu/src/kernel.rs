@@ -41,6 +41,8 @@ pub struct KernelPolicies {
     pub first_kept_lse: fn(usize, usize) -> usize,
     /// KV head that a query head reads: `(head, heads, KV heads)`.
     pub kv_head: fn(usize, usize, usize) -> usize,
+    /// Tokens that a head of a row sees, of those of all rows: `(tokens by row, row, head, width)`.
+    pub seen_by_head: fn(&[usize], usize, usize, usize) -> usize,
 }
 
 impl KernelPolicies {
@@ -56,6 +58,7 @@ impl KernelPolicies {
         first_kept_head: |_, _| 0,
         first_kept_lse: |_, _| 0,
         kv_head: |head, heads, kv_heads| (head / (heads / kv_heads)).min(kv_heads - 1),
+        seen_by_head: |row_lens, row, _, _| row_lens[row],
     };
 }
 

@@ -77,6 +77,8 @@ pub struct MergePolicies {
     pub reduced: fn(usize) -> f32,
     /// Whether a member of a world enters the gather of LSEs: `(member, world)`.
     pub enters_lse_gather: fn(usize, usize) -> bool,
+    /// Which LSE of `[rows, heads]` goes with an output: `(index of the output, rows, heads)`.
+    pub lse_of: fn(usize, usize, usize) -> usize,
     /// Where a merged head goes among the heads of its rank: `(head, heads)`.
     pub head_place: fn(usize, usize) -> usize,
     /// Packing of the LSE.
@@ -96,6 +98,7 @@ impl MergePolicies {
         reduce_order: |_, world| (0..world).collect(),
         reduced: |_| 1.0,
         enters_lse_gather: |_, _| true,
+        lse_of: |index, _, _| index,
         head_place: |head, _| head,
         lanes: LanePolicies::HEALTHY,
     };
@@ -141,6 +144,7 @@ pub fn merge(
     order: LaneOrder,
     policies: &MergePolicies,
 ) -> Result<Partial, Stop> {
+    let partial = &paired(partial, policies);
     let merged = match (backend, wire) {
         (Backend::None, _) => scrub_empty(partial, policies),
         (Backend::A2a, Wire::Half) => merge_a2a_half(link, partial, order, policies)?,
@@ -148,6 +152,12 @@ pub fn merge(
         (Backend::AgRs, _) => merge_ag_rs(link, partial, wire, policies)?,
     };
     Ok(place_heads(merged, policies))
+}
+
+/// Each output with the LSE that travels with it.
+fn paired(partial: &Partial, policies: &MergePolicies) -> Partial {
+    let lse_of = |index: usize| partial.lse[(policies.lse_of)(index, partial.rows, partial.heads)];
+    Partial { lse: (0..partial.lse.len()).map(lse_of).collect(), ..partial.clone() }
 }
 
 /// A world of one: nothing to merge, but an empty row still reads as zeros.

@@ -1,5 +1,7 @@
 //! The query that a rank's kernel receives: its own heads gathered over the group, or the group's heads at once.
 
+use shardcheck_engine::Tensor;
+
 use crate::communicator::{Link, Stop};
 
 /// Heads of a query tensor.
@@ -29,6 +31,8 @@ pub struct QueryPolicies {
     pub gather: GatherQuery,
     /// Head of the up-projection for a head of the group: `(first group head, head, heads per rank, member)`.
     pub projected_head: fn(usize, usize, usize, usize) -> usize,
+    /// Reads the up-projection `[heads, from, to]` row-major.
+    pub read_projection: fn(&Tensor) -> Vec<f32>,
 }
 
 impl QueryPolicies {
@@ -38,6 +42,7 @@ impl QueryPolicies {
         first_group_head: |group, world, own| group * world * own,
         gather,
         projected_head: |first, head, _, _| first + head,
+        read_projection: Tensor::to_f32,
     };
 }
 

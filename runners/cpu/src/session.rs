@@ -46,7 +46,7 @@ impl CpuSession {
                 write_kv(configuration, &mut self.caches, &mut self.memories, inputs, policies)?
             }
             Operation::ReadCache => read_cache(configuration, &self.caches),
-            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs)?,
+            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs, policies)?,
             Operation::Attend { mask } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;

@@ -4,7 +4,7 @@ use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::batch::{BlockTable, wrong_shape};
-use crate::cache::{KvFormat, RankCache};
+use crate::cache::{KvFormat, RankCache, WrittenToken};
 use crate::communicator::Stop;
 use crate::derive::failed;
 use crate::grid::Grid;
@@ -90,6 +90,9 @@ impl WriteBatch<'_> {
 
     fn write_token(&self, token: usize, slot: usize, cache: &mut RankCache) {
         let (format, cached) = (&self.format, &self.policies.cache);
+        let position = self.positions[token] as usize;
+        let local = (self.policies.layout.local_index)(position, &self.grid);
+        let written = WrittenToken { position, local, row: token };
         let encode = |values: &[f32], dim: usize, codes: &mut [u8]| {
             let heads = codes.chunks_exact_mut(dim * format.dtype.size_bytes());
             values.chunks_exact(dim).zip(heads).for_each(|(row, codes)| (cached.encode)(row, format, codes));
@@ -98,7 +101,9 @@ impl WriteBatch<'_> {
         for target in slot..(slot + 1 + cached.overwritten_rows).min(end_of_block) {
             let (keys, values) = cache.token_mut(target, format);
             let width = format.kv_heads * format.key_dim;
-            encode(&self.key[token * width..(token + 1) * width], format.key_dim, keys);
+            let mut key = self.key[token * width..(token + 1) * width].to_vec();
+            key.chunks_exact_mut(format.key_dim).for_each(|head| (cached.turn)(head, format, &written));
+            encode(&key, format.key_dim, keys);
             if !format.shared {
                 let width = format.kv_heads * format.value_dim;
                 encode(&self.value[token * width..(token + 1) * width], format.value_dim, values);
@@ -130,6 +135,7 @@ pub fn load_cache(
     configuration: &Configuration,
     caches: &mut [RankCache],
     inputs: &Tensors,
+    policies: &Policies,
 ) -> Result<Reply, EngineError> {
     let format = KvFormat::of(configuration);
     let read = |name: &str, dim: usize| -> Result<Vec<u8>, EngineError> {
@@ -143,10 +149,16 @@ pub fn load_cache(
     let keys = read("key_cache", format.key_dim)?;
     let values = if format.shared { Vec::new() } else { read("value_cache", format.value_dim)? };
     let ranks = caches.len();
+    let blocks = configuration.blocks;
+    let taken = (policies.cache.given_blocks)(blocks).min(blocks);
     for (rank, cache) in caches.iter_mut().enumerate() {
-        let part =
-            |bytes: &[u8]| bytes[rank * (bytes.len() / ranks)..(rank + 1) * (bytes.len() / ranks)].to_vec();
-        *cache = RankCache { keys: part(&keys), values: part(&values) };
+        let source = (policies.cache.given_part)(rank, ranks);
+        let take = |from: &[u8], to: &mut [u8]| {
+            let (whole, size) = (to.len(), to.len() / blocks * taken);
+            to[..size].copy_from_slice(&from[source * whole..][..size]);
+        };
+        take(&keys, &mut cache.keys);
+        take(&values, &mut cache.values);
     }
     Ok(Reply { collectives: vec![0; ranks], ..Reply::default() })
 }

@@ -80,7 +80,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lse-carried-in-bf16",
         title: "the LSE is rounded to bf16 between kernel and merge",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &[
             "decode.partial-lse",
             "decode.lse",

@@ -53,7 +53,6 @@ pub(super) const FAULTS: &[Fault] = &[
         killed_by: &[
             "write.single-writer",
             "write.round-trip",
-            "write.untouched",
             "probe.tokens",
             "probe.pairing",
             "probe.needle",

@@ -69,8 +69,8 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "reorg-forgets-earlier-requests",
         title: "the rows of every request are taken from the start of each rank's part of the gather",
         class: FaultClass::LayoutIndex,
-        bugs: &["sglang#32098", "vllm#26296"],
-        killed_by: &["identity.rows", "context.gather", "context.output"],
+        bugs: &["sglang#32098"],
+        killed_by: &["context.gather", "context.output", "identity.rows"],
         apply: |p| p.context.source = |at| at.member * at.sent + at.row,
     },
     Fault {

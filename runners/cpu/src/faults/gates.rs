@@ -69,7 +69,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "odd-worlds-refused",
         title: "group sizes that are no power of two are refused everywhere",
         class: FaultClass::ConfigGate,
-        bugs: &["ATOM#1772"],
+        bugs: &["vllm#28751"],
         killed_by: &["rules.accept"],
         apply: |p| p.gates.rules = |set| with(set, ODD_WORLDS_REFUSED),
     },
@@ -127,7 +127,7 @@ pub(super) const FAULTS: &[Fault] = &[
 ];
 
 /// The rules of a set but those of these names.
-fn without(set: RuleSetName, ids: &[&str]) -> Vec<Rule> {
+pub(super) fn without(set: RuleSetName, ids: &[&str]) -> Vec<Rule> {
     rules(set).into_iter().filter(|rule| !ids.contains(&rule.id)).collect()
 }
 

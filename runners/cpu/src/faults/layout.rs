@@ -28,6 +28,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
         killed_by: &[
+            "layout.partition",
             "layout.local-lengths",
             "layout.row-sum",
             "decode.row-lengths",
@@ -45,6 +46,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["TransformerEngine#1012"],
         killed_by: &[
+            "layout.partition",
             "layout.local-lengths",
             "layout.row-sum",
             "decode.row-lengths",
@@ -62,6 +64,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#27518"],
         killed_by: &[
+            "layout.partition",
             "layout.local-lengths",
             "layout.row-sum",
             "decode.row-lengths",
@@ -106,7 +109,6 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#14876"],
         killed_by: &[
-            "layout.partition",
             "layout.slots",
             "write.round-trip",
             "decode.output",
@@ -123,7 +125,6 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#6344"],
         killed_by: &[
-            "layout.partition",
             "layout.slots",
             "write.single-writer",
             "decode.output",

@@ -94,14 +94,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "LSEs are exponentiated as they are: large ones overflow",
         class: FaultClass::LseMath,
         bugs: &["flashinfer#3838"],
-        killed_by: &[
-            "merge.shift",
-            "merge.output",
-            "merge.lse",
-            "decode.output",
-            "probe.pairing",
-            "probe.needle",
-        ],
+        killed_by: &["merge.shift", "decode.output", "probe.pairing", "probe.needle"],
         apply: |p| p.merge.combine = unshifted,
     },
     Fault {
@@ -211,7 +204,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-swapped-by-the-sender",
         title: "the sender packs the halves of the LSE in the other order than the receiver reads them",
         class: FaultClass::LseMath,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &[
             "pack.lanes",
             "pack.round-trip",
@@ -228,7 +221,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "unpack-ignores-lane-order",
         title: "the receiver reads the high half first whatever order was agreed on",
         class: FaultClass::LseMath,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &[
             "pack.round-trip",
             "equal.lanes",
@@ -244,7 +237,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "low-lane-dropped",
         title: "only the high half of the LSE travels",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &[
             "pack.round-trip",
             "pack.lanes",
@@ -260,7 +253,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-through-a-float",
         title: "the halves pass through a bf16 operation, which quiets those that are NaNs",
         class: FaultClass::DtypeScale,
-        bugs: &["TransformerEngine#1624"],
+        bugs: &[],
         killed_by: &["pack.round-trip", "pack.lanes"],
         apply: |p| {
             p.merge.lanes.pack =
@@ -271,7 +264,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "lanes-as-two-values",
         title: "the LSE travels as the sum of two bf16 values instead of two halves",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &["merge.shift", "pack.lanes", "probe.tokens", "probe.pairing", "probe.rank-lse"],
         apply: |p| {
             p.merge.lanes.pack = |bits, order| {

@@ -31,7 +31,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "first-rank-weighs-too-much",
         title: "the first rank is weighed as if its LSE were larger by 0.02",
         class: FaultClass::LseMath,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &["statistics.residual", "probe.tokens", "probe.pairing", "probe.rank-lse"],
         apply: |p| {
             p.merge.combine = |lses, weights| {
@@ -46,7 +46,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "weights-from-bf16-lses",
         title: "merge weights are computed from LSEs in bf16, the merged LSE from whole ones",
         class: FaultClass::DtypeScale,
-        bugs: &["vllm-ascend#3850"],
+        bugs: &["sglang#25090"],
         killed_by: &[
             "statistics.residual",
             "merge.output",
@@ -68,7 +68,7 @@ pub(super) const FAULTS: &[Fault] = &[
         name: "scale-rounded-to-bf16",
         title: "the cache scale is rounded to bf16 on read",
         class: FaultClass::DtypeScale,
-        bugs: &["sglang#34765"],
+        bugs: &["vllm#49435", "sglang#34765"],
         killed_by: &["statistics.residual", "decode.partial-lse", "decode.lse", "verify.lse"],
         apply: |p| {
             p.cache.decode =

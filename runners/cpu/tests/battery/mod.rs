@@ -245,6 +245,19 @@ fn settings() -> Vec<Settings> {
         sized(8, 8).with("dcp_comm_backend", "ring").with("dcp_config", knob("comm_backend", "ring".into())),
         sized(8, 8).with("mxfp4", true),
         sized(8, 8).with("kv_transfer", true),
+        sized(8, 2).with("query_heads", 64).with("kv_heads", 8),
+        sized(8, 2)
+            .with("query_heads", 128)
+            .with("kv_heads", 1)
+            .with("draft_query_heads", 64)
+            .with("draft_kv_heads", 8)
+            .with("speculative_tokens", 1),
+        sized(8, 8).with("returns_decode_lse", false),
+        sized(8, 8).with("runner", "v2"),
+        sized(8, 8).with("speculative_tokens", 3).with("dynamic_speculation", true),
+        sized(8, 4).with("sparse", true).with("replicated_indexer", true).with("arch", "a3"),
+        sized(8, 8).with("sparse", true).with("block_size", 128).with("cp_kv_cache_interleave_size", 1),
+        sized(8, 8).with("sparse_kv_offload", true),
         sized(2, 1).with("prefill_context_parallel_size", 2).with("lora", true),
         sized(2, 1).with("prefill_context_parallel_size", 2).with("enable_dp_attention", true),
         sized(1, 1)
@@ -379,6 +392,14 @@ pub fn scenes() -> Vec<(&'static str, Scene)> {
     let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
     list.push(("decode", Scene::small(2).with(|s| s.configuration.attention = grouped)));
     list.push(("verify", Scene::small(2).with(verify).with(|s| s.configuration.attention = grouped)));
+    // a scale that leaves small values below the smallest normal number of the cache
+    let narrow_groups = |s: &mut Scene| {
+        s.configuration.attention = grouped;
+        s.configuration.kv_dtype = Dtype::E4m3fn;
+        s.configuration.kv_scale = 4.0;
+    };
+    list.push(("decode", Scene::small(2).with(narrow_groups)));
+    list.push(("verify", Scene::small(2).with(verify).with(narrow_groups)));
     for shift in [-400.0, 400.0] {
         list.push(("decode", Scene::small(4).with(|s| s.shift = shift)));
         list.push(("verify", Scene::small(4).with(verify).with(|s| s.shift = shift)));
