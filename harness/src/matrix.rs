@@ -18,6 +18,7 @@ use crate::laboratory::Laboratory;
 use crate::material::Material;
 use crate::mutants::in_own_order;
 use crate::properties::{self, Property};
+use crate::quiet::Quiet;
 use crate::status::Status;
 
 pub use table::{lines, markdown};
@@ -284,6 +285,7 @@ const HANG_TIMEOUT: Duration = Duration::from_millis(300);
 /// Tries every fault on every property that it names, on the small cases of a suite, in parallel. `whole` says that no
 /// fault was left out, so that a property without a killing fault can be told.
 pub fn matrix(suite: &str, seed: u64, faults: &[&'static Fault], cases: &[Case], whole: bool) -> Matrix {
+    let _quiet = Quiet::new();
     let rows: Vec<Row> = faults.par_iter().map(|fault| try_fault(fault, cases)).collect();
     let kills = |property: &Property| {
         let killed = |cell: &Cell| cell.property == property.id && cell.state == KillState::Killed;

@@ -12,6 +12,7 @@ use shardcheck_engine::Engine;
 use crate::laboratory::Laboratory;
 use crate::material::Material;
 use crate::properties;
+use crate::quiet::Quiet;
 use crate::run::has_real_heads;
 
 /// What became of a fault.
@@ -65,6 +66,7 @@ const CASES_FOR_OTHERS: usize = 60;
 
 /// Tries every fault on the small cases of a suite, in parallel; the outcome does not depend on the number of threads.
 pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant) + Sync)) -> Vec<Mutant> {
+    let _quiet = Quiet::new();
     faults
         .par_iter()
         .map(|fault| {

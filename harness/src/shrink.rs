@@ -7,6 +7,7 @@
 mod known;
 mod ladder;
 mod moves;
+mod session;
 mod size;
 
 use std::time::{Duration, Instant};

@@ -7,6 +7,7 @@ use shardcheck_cases::{
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
+use super::session;
 use super::size::key;
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
@@ -14,6 +15,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
     let mut found = match &case.body {
         Body::Attention(attention) => attention_moves(case, attention),
         Body::Merge(merge) => merge_moves(case, merge),
+        Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };
     for seed in [0, 1, 2] {

@@ -9,10 +9,12 @@ use shardcheck_cases::{
 use shardcheck_engine::{CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
+use super::session;
+
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Size {
-    /// Σ over requests of length L (context and new rows) and new rows q; rows of a merge.
+    /// Σ over requests of length L (context and new rows) and new rows q; rows of a merge; twice the new tokens of a sequence.
     pub tokens: usize,
     /// Ranks W that a sequence is sharded over; states of a merge.
     pub world: usize,
@@ -39,6 +41,7 @@ impl Size {
                 block: 1,
                 dims: merge.dim,
             },
+            Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
         }
     }
@@ -86,6 +89,7 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
     let mut plain = match &case.body {
         Body::Attention(attention) => plainness(attention),
         Body::Merge(merge) => merge_plainness(merge),
+        Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
     plain.push(case.seed);
@@ -103,6 +107,7 @@ pub fn work(case: &Case) -> usize {
             pairs * configuration.total_heads() * width + 1000 * configuration.tp
         }
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
+        Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,
     }
 }

@@ -18,11 +18,12 @@ pub(super) fn certified(contract: &Contract, tokens: usize, lse: f64, mean_error
 /// A tighter bound, not a certified one: for errors that don't conspire. `None` where it must not be used.
 ///
 /// ```text
-/// 16u(1 + |lse| + max|s|) + 8u·√(n/16 + 16) + steps·u_acc·Σp·a/8
+/// 16u(1 + |lse| + max|s|) + 8u·√h + steps·u_acc·Σp·a/8
 /// ```
 ///
-/// The first two terms were calibrated on conforming simulations (largest ratio 0.28) and on a GPU (0.85). The
-/// third covers an accumulator that truncates: each of `steps` additions of Q·K loses up to `u_acc` of the
+/// `h` is the longest chain of additions that the contract admits, n/16 + 16 for a usual kernel: sums that go one after
+/// another, over scores that repeat, drift further than blocked ones. The first two terms were calibrated on conforming
+/// simulations (largest ratio 0.28) and on a GPU (0.85). The third covers an accumulator that truncates: each of `steps` additions of Q·K loses up to `u_acc` of the
 /// running sum, always toward zero, and a running sum that ends near zero averages at most `a/4` on the way.
 ///
 /// Gates: the normaliser sums unrounded probabilities, and `Σp·a ≤ √dk·(1 + max|s|)`, that is, the scores are not
@@ -56,11 +57,12 @@ fn practical_of(
     if contract.l_rounded || mean_size > (qk_dim as f64).sqrt() * (1.0 + max_abs_score) {
         return None;
     }
-    let steps = match contract.depth {
-        Depth::PerTile { tile, .. } => qk_dim.div_ceil(tile) + 1,
-        Depth::Any => qk_dim,
+    let (steps, depth) = match contract.depth {
+        Depth::PerTile { tile, extra } => {
+            (qk_dim.div_ceil(tile) + 1, tokens as f64 / tile as f64 + extra as f64)
+        }
+        Depth::Any => (qk_dim, tokens as f64),
     };
-    let random =
-        16.0 * U32 * (1.0 + lse.abs() + max_abs_score) + 8.0 * U32 * (tokens as f64 / 16.0 + 16.0).sqrt();
+    let random = 16.0 * U32 * (1.0 + lse.abs() + max_abs_score) + 8.0 * U32 * depth.sqrt();
     Some(random + steps as f64 * contract.u_acc * mean_size / 8.0 + contract.lse_rel * lse.abs())
 }

@@ -257,7 +257,9 @@ fn part_bound(
             let weights = (mean_square * part.square[d]).sqrt().min(largest * part.abs[d]);
             let probability = rounding_error(contract, errors, part, d) + rival * part.peak_value[d].abs();
             let normaliser = if contract.l_rounded { part.out[d].abs() * rounding } else { 0.0 };
-            growth * (2.0 * weights + probability + 2.0 * summed * part.abs[d]) + normaliser
+            // as in `rest`: probabilities and products below the normal numbers lose up to 2^−126 each
+            let underflow = TINY32 * (part.sum_abs[d] + 1.0);
+            growth * (2.0 * weights + probability + 2.0 * summed * part.abs[d]) + normaliser + underflow
         })
         .collect();
     let own_mean = errors.own.mean(part, state.max_abs_score);

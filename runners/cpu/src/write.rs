@@ -65,7 +65,7 @@ impl WriteBatch<'_> {
             .map(|token| match self.slot(map, token, member)? {
                 Some((slot, origin)) => {
                     if overwrites(memory, slot, origin) {
-                        self.write_token(token, slot, cache);
+                        self.write_token(token, (slot, origin.1), cache);
                     }
                     Ok(slot as i64)
                 }
@@ -88,9 +88,8 @@ impl WriteBatch<'_> {
         Ok(Some((layout.slot(position, block, grid), (first, position))))
     }
 
-    fn write_token(&self, token: usize, slot: usize, cache: &mut RankCache) {
+    fn write_token(&self, token: usize, (slot, position): (usize, usize), cache: &mut RankCache) {
         let (format, cached) = (&self.format, &self.policies.cache);
-        let position = self.positions[token] as usize;
         let local = (self.policies.layout.local_index)(position, &self.grid);
         let written = WrittenToken { position, local, row: token };
         let encode = |values: &[f32], dim: usize, codes: &mut [u8]| {

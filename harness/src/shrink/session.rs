@@ -1,0 +1,144 @@
+//! Smaller sequences: fewer steps, fewer requests in a step, fewer new tokens, no padding.
+
+use shardcheck_cases::{Body, Case, SequenceCase, Step};
+
+use super::size::Size;
+
+/// Sequences one step away. Most do not hold together, as later steps need what earlier ones wrote; the check of a case
+/// tells.
+pub(super) fn moves(whole: &Case, case: &SequenceCase) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |steps: Vec<Step>| {
+        let changed = SequenceCase { steps, ..case.clone() };
+        found.push(Case { body: Body::Sequence(changed), ..whole.clone() });
+    };
+    let requests: std::collections::BTreeSet<usize> = case.steps.iter().flat_map(named).collect();
+    for request in requests {
+        add(case.steps.iter().filter_map(|step| without(step, request)).collect());
+    }
+    for index in 0..case.steps.len() {
+        let mut fewer = case.steps.clone();
+        fewer.remove(index);
+        add(fewer);
+        add(case.steps[index + 1..].to_vec());
+        add(case.steps[..index].to_vec());
+        for smaller in smaller(&case.steps[index]) {
+            let mut steps = case.steps.clone();
+            steps[index] = smaller;
+            add(steps);
+        }
+    }
+    found
+}
+
+/// Requests that a step names.
+fn named(step: &Step) -> Vec<usize> {
+    match step {
+        Step::Run { batch, .. } => batch.iter().map(|new| new.request).collect(),
+        Step::Hit { request, source, .. } => vec![*request, *source],
+        Step::Reject { request, .. } | Step::Free { request } | Step::Evict { request } => vec![*request],
+    }
+}
+
+/// The step as it is without a request; `None` where nothing is left of it.
+fn without(step: &Step, request: usize) -> Option<Step> {
+    match step {
+        Step::Run { kind, batch, padded_rows, chunk_budget_tokens } => {
+            let rest: Vec<_> = batch.iter().copied().filter(|new| new.request != request).collect();
+            (!rest.is_empty()).then_some(Step::Run {
+                kind: *kind,
+                batch: rest,
+                padded_rows: *padded_rows,
+                chunk_budget_tokens: *chunk_budget_tokens,
+            })
+        }
+        other => (!named(other).contains(&request)).then(|| other.clone()),
+    }
+}
+
+fn smaller(step: &Step) -> Vec<Step> {
+    match step {
+        Step::Run { kind, batch, padded_rows, chunk_budget_tokens } => {
+            let run = |batch, padded_rows| Step::Run {
+                kind: *kind,
+                batch,
+                padded_rows,
+                chunk_budget_tokens: *chunk_budget_tokens,
+            };
+            let mut found = Vec::new();
+            if *padded_rows > 0 {
+                found.extend([run(batch.clone(), 0), run(batch.clone(), padded_rows - 1)]);
+            }
+            for (index, new) in batch.iter().enumerate() {
+                let mut rest = batch.clone();
+                rest.remove(index);
+                if !rest.is_empty() {
+                    found.push(run(rest, *padded_rows));
+                }
+                for tokens in [0, 1, new.tokens / 2, new.tokens.saturating_sub(1)] {
+                    if tokens < new.tokens {
+                        let mut shorter = batch.clone();
+                        shorter[index].tokens = tokens;
+                        found.push(run(shorter, *padded_rows));
+                    }
+                }
+            }
+            found
+        }
+        Step::Reject { request, tokens } => [1, tokens / 2]
+            .into_iter()
+            .filter(|fewer| (1..*tokens).contains(fewer))
+            .map(|tokens| Step::Reject { request: *request, tokens })
+            .collect(),
+        Step::Hit { request, source, blocks } if *blocks > 1 => {
+            vec![Step::Hit { request: *request, source: *source, blocks: 1 }]
+        }
+        Step::Hit { .. } | Step::Free { .. } | Step::Evict { .. } => Vec::new(),
+    }
+}
+
+/// The size of a session: new tokens of all runs, each a row that attends as well.
+pub(super) fn size(case: &SequenceCase) -> Size {
+    let configuration = &case.configuration;
+    let attention = configuration.attention;
+    Size {
+        tokens: 2 * new_tokens(case),
+        world: configuration.dcp,
+        heads: configuration.total_heads(),
+        interleave: configuration.interleave,
+        block: configuration.block_size,
+        dims: attention.qk_dim() + attention.value_dim() + attention.kv_heads(),
+    }
+}
+
+/// New tokens of all runs.
+fn new_tokens(case: &SequenceCase) -> usize {
+    let of_step = |step: &Step| match step {
+        Step::Run { batch, .. } => batch.iter().map(|new| new.tokens).sum(),
+        _ => 0,
+    };
+    case.steps.iter().map(of_step).sum()
+}
+
+/// What is plainer among sessions of one size: fewer steps, fewer padded rows.
+pub(super) fn plainness(case: &SequenceCase) -> Vec<u64> {
+    let padded = |step: &Step| match step {
+        Step::Run { padded_rows, .. } => *padded_rows,
+        _ => 0,
+    };
+    let requests = |step: &Step| match step {
+        Step::Run { batch, .. } => batch.len(),
+        _ => 0,
+    };
+    [case.steps.len(), case.steps.iter().map(requests).sum(), case.steps.iter().map(padded).sum::<usize>()]
+        .map(|count| count as u64)
+        .to_vec()
+}
+
+/// A rough count of multiplications: every new token sees what came before it.
+pub(super) fn work(case: &SequenceCase) -> usize {
+    let configuration = &case.configuration;
+    let width = configuration.attention.qk_dim() + configuration.attention.value_dim();
+    let tokens = new_tokens(case);
+    tokens * tokens * configuration.total_heads() * width + 1000 * configuration.tp * case.steps.len()
+}
