@@ -85,7 +85,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         name: "reply-of-the-step-before",
         title: "an attention step is answered with what the attention step before it was",
         touches: "all tensors of an answer",
-        killed_by: &["sequence.second-step"],
+        killed_by: &["sequence.output", "sequence.metadata"],
         tamper: Tamper::Reply(|_, reply, before| {
             if let Some(before) = before {
                 *reply = before.clone();

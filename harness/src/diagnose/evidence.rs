@@ -190,7 +190,12 @@ impl Evidence {
         for _ in 0..if by_turns { 2 } else { 1 } {
             let played = play(mutant, &self.recording.sessions[session]);
             let parts = self.session_differences(session, &played);
-            if parts.iter().all(holds) {
+            // a mutant that does not answer where a wrong answer was seen has not given it
+            let answers = |wrong: &Wrong| {
+                parts.iter().any(|(place, part)| *place == wrong.place && part.name == wrong.part)
+            };
+            let mut wanted = self.wrong.iter().filter(|wrong| wrong.place.session() == Some(session));
+            if wanted.all(answers) && parts.iter().all(holds) {
                 return Some((played, parts));
             }
         }

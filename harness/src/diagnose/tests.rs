@@ -7,6 +7,7 @@ use shardcheck_cpu::{CpuEngine, fault, faults};
 use shardcheck_engine::Engine;
 
 use super::{Diagnosis, Disguise, Evidence, blind, diagnose};
+use crate::boundary::{Tampered, boundary_fault};
 use crate::recording::Recorder;
 use crate::run::judge_case;
 
@@ -71,10 +72,13 @@ fn a_case_that_passes_is_never_diagnosed() {
 
 #[test]
 fn none_fits_where_the_engine_is_wrong_in_a_way_that_is_not_known() {
-    let zeros = shardcheck_cpu::hostile::hostile(shardcheck_cpu::hostile::Hostility::ZeroOutput);
+    // two faults at once
+    let averaged = CpuEngine::with_fault(fault("ranks-averaged").unwrap());
+    let engine = Tampered::new(&averaged, boundary_fault("output-heads-exchanged").unwrap());
     let case = "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+1_3+1.seq/gaussian/7".parse().unwrap();
-    let found = diagnose(&[evidence(&case, zeros.as_ref()).unwrap()], LONG).unwrap();
-    assert_eq!((found.candidates.len(), found.fitting), (0, 0), "{found:?}");
+    let found = diagnose(&[evidence(&case, &engine).unwrap()], LONG).unwrap();
+    let names: Vec<_> = found.candidates.iter().map(|c| c.fault.as_str()).collect();
+    assert_eq!((names.as_slice(), found.fitting), (&[][..], 0), "{found:?}");
     assert!(found.lines()[0].starts_with("no known fault fits"), "{:?}", found.lines());
 }
 
