@@ -78,6 +78,9 @@ impl FromStr for OracleShape {
     }
 }
 
+/// Longest context for which the residual's model is timed: it keeps a weight for every head and token, and no suite builds it at
+/// a million.
+pub const MOST_RESIDUAL_TOKENS: usize = 1 << 17;
 /// What to measure.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Options {
@@ -108,10 +111,8 @@ pub struct Timing {
     pub bounds_s: f64,
     /// Comparison of an output with its intervals.
     pub judge_s: f64,
-    /// Model of the residual, moments given.
-    pub model_s: f64,
-    /// Examination of an output.
-    pub examine_s: f64,
+    /// Model of the residual, moments given, and examination of an output; `None` beyond [`MOST_RESIDUAL_TOKENS`].
+    pub residual_s: Option<(f64, f64)>,
     /// PyTorch.
     pub torch_s: Option<f64>,
 }
@@ -179,10 +180,14 @@ fn timing(shape: OracleShape, tokens: usize, runs: usize, with_torch: bool) -> R
         }
         comparison
     });
-    let model = |moments| Model::with_moments(&problem, &layout, &visible, &contract, moments);
-    let model_s = median_of(runs, || moments.clone(), model);
-    let built = model(moments.clone()).map_err(|error| error.to_string())?;
-    let examine_s = median(runs, || built.examine(&rounded));
+    let residual_s = if tokens <= MOST_RESIDUAL_TOKENS {
+        let model = |moments| Model::with_moments(&problem, &layout, &visible, &contract, moments);
+        let model_s = median_of(runs, || moments.clone(), model);
+        let built = model(moments.clone()).map_err(|error| error.to_string())?;
+        Some((model_s, median(runs, || built.examine(&rounded))))
+    } else {
+        None
+    };
     let torch_s = if with_torch {
         let reference =
             torch::measure(&tensors, runs).map_err(|why| format!("the PyTorch reference: {why}"))?;
@@ -196,18 +201,7 @@ fn timing(shape: OracleShape, tokens: usize, runs: usize, with_torch: bool) -> R
         None
     };
     let operations = 2.0 * (sizes.heads * tokens * (sizes.qk_dim + sizes.v_dim)) as f64;
-    Ok(Timing {
-        shape,
-        tokens,
-        operations,
-        attend_s,
-        moments_s,
-        bounds_s,
-        judge_s,
-        model_s,
-        examine_s,
-        torch_s,
-    })
+    Ok(Timing { shape, tokens, operations, attend_s, moments_s, bounds_s, judge_s, residual_s, torch_s })
 }
 
 fn median<R>(runs: usize, run: impl Fn() -> R) -> f64 {
@@ -290,8 +284,8 @@ impl Report {
                 format!("{:.2}", timing.moments_s / timing.attend_s),
                 seconds(timing.bounds_s),
                 seconds(timing.judge_s),
-                seconds(timing.model_s),
-                seconds(timing.examine_s),
+                timing.residual_s.map_or("–".to_owned(), |(model, _)| seconds(model)),
+                timing.residual_s.map_or("–".to_owned(), |(_, examine)| seconds(examine)),
             ];
             if with_torch {
                 row.push(timing.torch_s.map_or("–".to_owned(), seconds));
@@ -322,8 +316,8 @@ mod tests {
         let report = measure(&options).unwrap();
         assert_eq!(report.timings.len(), 2);
         for timing in &report.timings {
-            let parts =
-                [timing.attend_s, timing.moments_s, timing.bounds_s, timing.model_s, timing.examine_s];
+            let (model_s, examine_s) = timing.residual_s.unwrap();
+            let parts = [timing.attend_s, timing.moments_s, timing.bounds_s, model_s, examine_s];
             assert!(parts.iter().all(|seconds| *seconds > 0.0), "{timing:?}");
             assert_eq!(timing.torch_s.is_some(), matches!(report.torch, Some(Ok(_))));
         }
