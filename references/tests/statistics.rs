@@ -311,3 +311,19 @@ fn rows_and_ranks_without_tokens_take_no_part() {
     assert!(examination.excluded >= HEADS, "the second row sees one token of the second rank");
     assert!(examination.ranks[2..].iter().all(|filter| filter.energy == 0.0));
 }
+
+#[test]
+fn a_rank_that_one_token_outweighs_takes_no_part() {
+    let mut inputs = Inputs::gauss(802, 64);
+    let (layout, contract) = (Layout::new(4, 1, 1).unwrap(), contract(Merge::A2a));
+    let visible = inputs.visible();
+    let excluded = |inputs: &Inputs| {
+        let model = Model::new(&inputs.problem(), &layout, &visible, &contract).unwrap();
+        model.admitted().iter().filter(|admitted| !**admitted).count()
+    };
+    assert_eq!(excluded(&inputs), 0);
+    // head 0 of the first row looks along token 8 of rank 0, and at nothing else
+    let key = inputs.key[8 * KV_HEADS * QK_DIM..][..QK_DIM].to_vec();
+    inputs.query[..QK_DIM].iter_mut().zip(key).for_each(|(query, key)| *query = round_bf16(4.0 * key));
+    assert_eq!(excluded(&inputs), 1, "what rounding takes from the rest always has one direction");
+}

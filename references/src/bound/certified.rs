@@ -172,6 +172,9 @@ impl Certified {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::plain::Values;
+    use crate::bound::U32;
+    use shardcheck_formats::contract::{Depth, Merge};
 
     #[test]
     fn an_interval_rounds_its_ends_to_the_format() {
@@ -201,5 +204,31 @@ mod tests {
         assert!(ratio(1.0, 1.001, lo, hi) <= 1.0);
         assert!(ratio(1.0078125, 1.001, lo, hi) > 1.0);
         assert!(ratio(0.99609375, 1.001, lo, hi) > 1.0);
+    }
+
+    /// A first token with all the weight and no value, and one whose probability no 32-bit format holds.
+    fn vanishing(depth: Depth, tokens: usize) -> Certified {
+        let contract = Contract { depth, ..Contract::bf16_default(Merge::A2a) };
+        let (mut key, mut value) = (vec![-100.0f32; tokens], vec![1.0f32; tokens]);
+        (key[0], value[0]) = (0.0, 0.0);
+        let problem = Problem::new(1, 1, 1, 1, 1.0, &[1.0], &key, Values::Separate(&value));
+        certify(&problem, &Layout::new(2, tokens, tokens).unwrap(), &[Visible::Prefix(tokens)], &contract)
+            .unwrap()
+    }
+
+    #[test]
+    fn probabilities_that_underflow_may_be_missing_from_a_partial_as_from_the_output() {
+        let certified = vanishing(Depth::PerTile { tile: 16, extra: 16 }, 2);
+        let exact = certified.out[0];
+        assert!(exact > 0.0 && exact < f64::from(f32::MIN_POSITIVE), "{exact:e}");
+        assert!(certified.pre[0] >= exact && certified.partials[0].pre[0] >= exact);
+    }
+
+    #[test]
+    fn a_practical_bound_knows_of_sums_that_go_one_after_another() {
+        let practical = |depth| vanishing(depth, 4096).practical_lse_bound[0].unwrap();
+        let (blocked, sequential) =
+            (practical(Depth::PerTile { tile: 16, extra: 16 }), practical(Depth::Any));
+        assert!(sequential > blocked + 300.0 * U32, "{blocked:e} {sequential:e}");
     }
 }
