@@ -61,6 +61,8 @@ impl CaseArgs {
         selection
             .check_properties(properties::all().map(|property| property.id))
             .map_err(CommandError::usage)?;
+        let mut seen = std::collections::HashSet::new();
+        let cases: Vec<Case> = cases.into_iter().filter(|case: &Case| seen.insert(case.id())).collect();
         let ids: Vec<String> = cases.iter().map(Case::id).collect();
         selection.check_exact(ids.iter().map(String::as_str)).map_err(CommandError::usage)?;
         Ok((cases, selection))
@@ -113,5 +115,11 @@ pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
     let text = std::fs::read_to_string(path).map_err(|error| {
         CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
     })?;
-    Case::from_json(&text).map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
+    // a line of `list --format json` holds a case beside its id
+    let listed = serde_json::from_str::<serde_json::Value>(&text).ok().and_then(|mut value| {
+        (value.get("schema_version").is_none() && value.get("id").is_some())
+            .then(|| value["case"].take().to_string())
+    });
+    Case::from_json(listed.as_ref().unwrap_or(&text))
+        .map_err(|error| CommandError::Usage(format!("{}: {error}", path.display())))
 }

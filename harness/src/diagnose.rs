@@ -62,7 +62,7 @@ pub struct Candidate {
 pub struct Diagnosis {
     /// Failed cases that it rests on, by id.
     pub cases: Vec<String>,
-    /// Best explanations, best first. Empty: no known fault fits.
+    /// Best explanations, best first. Empty: no known fault fits, as far as they were tried.
     pub candidates: Vec<Candidate>,
     /// Faults that explain at least one case.
     pub fitting: usize,
@@ -83,11 +83,20 @@ pub struct Diagnosis {
 pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
     let started = Instant::now();
     let _quiet = Quiet::new();
-    let telling: Vec<&Evidence> = evidence.iter().filter(|evidence| evidence.is_telling()).collect();
+    let mut telling: Vec<&Evidence> = evidence.iter().filter(|evidence| evidence.is_telling()).collect();
+    // small cases rule out as much as large ones, in less time
+    telling.sort_by_key(|evidence| crate::shrink::work(&evidence.case));
     if telling.is_empty() {
         return None;
     }
-    let outcomes: Vec<Option<Fit>> = faults()
+    // those whose own properties failed first: the time may not suffice for all
+    let named = |fault: &Fault| {
+        telling.iter().any(|e| e.properties.iter().any(|id| fault.killed_by.contains(&id.as_str())))
+    };
+    let (mut order, others): (Vec<&'static Fault>, Vec<&'static Fault>) =
+        faults().iter().partition(|fault| named(fault));
+    order.extend(others);
+    let outcomes: Vec<Option<Fit>> = order
         .par_iter()
         .with_max_len(1)
         .map(|fault| (started.elapsed() < budget).then(|| fit(fault, &telling)))
@@ -257,8 +266,13 @@ impl Diagnosis {
                 ));
             }
         }
-        if self.candidates.is_empty() {
+        if self.candidates.is_empty() && self.untried == 0 {
             lines.push("no known fault fits: none of them gives the wrong answers that were seen".to_owned());
+        } else if self.candidates.is_empty() {
+            lines.push(format!(
+                "undecided: only {} known faults were tried and none of them fits",
+                self.ruled_out + self.fitting
+            ));
         }
         if self.fitting > self.candidates.len() {
             lines.push(format!("{} known faults fit at least one of the cases", self.fitting));
@@ -267,7 +281,10 @@ impl Diagnosis {
             lines.push(format!("to tell the first ones apart: shardcheck replay '{id}'"));
         }
         let untried = if self.untried > 0 {
-            format!(", {} not tried for want of time", self.untried)
+            format!(
+                ", {} not tried for want of time: `shardcheck diagnose` takes a run and a longer --budget-s",
+                self.untried
+            )
         } else {
             String::new()
         };

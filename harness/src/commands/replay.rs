@@ -28,7 +28,7 @@ pub struct Args {
     #[arg(long, default_value = "cpu", value_name = "NAME")]
     engine: String,
 
-    /// Inject a known fault
+    /// Inject a known fault; that of the run when a run is replayed
     #[arg(long, value_name = "NAME")]
     fault: Option<String>,
 
@@ -70,9 +70,13 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             }));
         }
     }
-    let cases = find(args)?;
+    let (cases, injected) = find(args)?;
+    let fault = args.fault.clone().or(injected);
+    if let (None, Some(fault)) = (&args.fault, &fault) {
+        eprintln!("with the fault of the run: {fault}");
+    }
     let engine =
-        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+        engines::open(&args.engine, fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
     let only = |property: &crate::properties::Property| {
         args.property.is_empty() || args.property.iter().any(|id| id == property.id)
     };
@@ -98,23 +102,24 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     Ok(Exit::of(statuses))
 }
 
-fn find(args: &Args) -> Result<Vec<Case>, CommandError> {
+/// The cases, and the fault that was injected into the run that they failed in.
+fn find(args: &Args) -> Result<(Vec<Case>, Option<String>), CommandError> {
     let path = Path::new(&args.what);
     if path.is_file() {
-        return Ok(vec![read_case(path)?]);
+        return Ok((vec![read_case(path)?], None));
     }
     if path.join("case.json").is_file() {
-        return Ok(vec![read_case(&path.join("case.json"))?]);
+        return Ok((vec![read_case(&path.join("case.json"))?], None));
     }
     match args.what.parse::<Case>() {
-        Ok(case) => Ok(vec![case]),
+        Ok(case) => Ok((vec![case], None)),
         Err(error) => {
             let Ok(run) = resolve(&args.runs, &args.what) else { return Err(CommandError::usage(error)) };
             let record = crate::run_directory::read_events(&run).map_err(CommandError::usage)?;
             if record.failed.is_empty() {
                 return Err(CommandError::NothingSelected(format!("no case of {} failed", run.display())));
             }
-            Ok(record.failed.into_values().collect())
+            Ok((record.failed.into_values().collect(), record.header.fault))
         }
     }
 }

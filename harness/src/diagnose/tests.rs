@@ -88,6 +88,7 @@ fn time_that_is_up_is_told_and_faults_that_were_not_tried_are_not_ruled_out() {
     let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
     let found = diagnose(&[evidence(&case, &engine).unwrap()], Duration::ZERO).unwrap();
     assert_eq!((found.untried, found.ruled_out), (faults().len(), 0));
+    assert!(found.lines()[0].starts_with("undecided: only 0 known faults"), "{:?}", found.lines());
 }
 
 #[test]

@@ -57,6 +57,31 @@ fn replay_names_the_fault_unless_told_not_to() {
 }
 
 #[test]
+fn the_failed_cases_of_a_run_are_replayed_with_the_fault_that_it_injected() {
+    let program = Program::new();
+    let listed =
+        program.expect(0, &["list", "--suite", "engine-smoke", "-E", "family(verify)", "--format", "json"]);
+    std::fs::write(program.path("listed.json"), listed.out.lines().next().unwrap()).unwrap();
+    // a line of `list` is a case file, and a case that is given twice is one case
+    let run = ["run", "--case", "listed.json", "--case", "listed.json", "--fault", FAULT];
+    let outcome = program.expect(1, &run);
+    assert!(outcome.out.contains("tried 1, judged 1"), "{}", outcome.out);
+    let again = program.expect(1, &["replay", "latest"]);
+    assert!(again.err.contains("with the fault of the run: committed-prefix-rows"), "{}", again.err);
+}
+
+#[test]
+fn a_fault_that_no_case_shows_is_told() {
+    let program = Program::new();
+    let outcome = program.expect(0, &["run", "--suite", "gate", "-E", "family(pack_lse)", "--fault", FAULT]);
+    assert!(
+        outcome.err.contains("nothing failed although committed-prefix-rows was injected"),
+        "{}",
+        outcome.err
+    );
+}
+
+#[test]
 fn shrink_writes_a_smaller_case_that_fails_the_same_property() {
     let program = Program::new();
     let shrink = ["shrink", CASE, "--fault", FAULT, "--property", "verify.output", "-o", "small.json"];
