@@ -42,6 +42,26 @@ pub struct ReportArgs {
     no_progress: bool,
 }
 
+impl ReportArgs {
+    /// Whether reports can be written where they are asked for; to be told before hours of work, not after.
+    ///
+    /// # Errors
+    /// [`CommandError::Usage`] with the option and the folder that is missing.
+    pub(super) fn check(&self) -> Result<(), CommandError> {
+        for (option, path) in [("--junit", &self.junit), ("--html", &self.html)] {
+            let Some(path) = path else { continue };
+            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+            if folder.is_some_and(|folder| !folder.is_dir()) || path.is_dir() {
+                return Err(CommandError::Usage(format!(
+                    "{option} {}: no file can be written there; name a file in a folder that exists",
+                    path.display()
+                )));
+            }
+        }
+        Ok(())
+    }
+}
+
 /// What goes to standard output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum MessageFormat {

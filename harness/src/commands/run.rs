@@ -74,6 +74,7 @@ const DIAGNOSIS: Duration = Duration::from_secs(5);
 /// # Errors
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
+    args.report.check()?;
     let engine =
         engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
     let (cases, selection) = args.cases.selected()?;
@@ -104,7 +105,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let mut feed = Feed::new(reporters(&args.report, &directory));
     let outcome =
         execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
-    feed.finish()?;
+    match feed.finish() {
+        // a report that could not be written does not hide a failure
+        Err(error) if outcome.exit != Exit::Passed => eprintln!("error: {error}"),
+        report => report?,
+    }
     if let (Some(fault), Exit::Passed) = (&args.fault, outcome.exit) {
         // not to standard output: it may be read by a machine
         eprintln!("note: nothing failed although {fault} was injected: no case that was judged shows it");
