@@ -89,14 +89,7 @@ pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
     if telling.is_empty() {
         return None;
     }
-    // those whose own properties failed first: the time may not suffice for all
-    let named = |fault: &Fault| {
-        telling.iter().any(|e| e.properties.iter().any(|id| fault.killed_by.contains(&id.as_str())))
-    };
-    let (mut order, others): (Vec<&'static Fault>, Vec<&'static Fault>) =
-        faults().iter().partition(|fault| named(fault));
-    order.extend(others);
-    let outcomes: Vec<Option<Fit>> = order
+    let outcomes: Vec<Option<Fit>> = likely_first(&telling)
         .par_iter()
         .with_max_len(1)
         .map(|fault| (started.elapsed() < budget).then(|| fit(fault, &telling)))
@@ -125,6 +118,26 @@ pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
         tell_apart,
         elapsed_s: started.elapsed().as_secs_f64(),
     })
+}
+
+/// The known faults, those that the failed properties point at first, since the time may not suffice for all: the more of what
+/// failed a fault names, and the less that did not, the likelier it is.
+fn likely_first(telling: &[&Evidence]) -> Vec<&'static Fault> {
+    let likeness = |fault: &Fault| -> f64 {
+        let of_case = |evidence: &&Evidence| {
+            let named =
+                evidence.properties.iter().filter(|id| fault.killed_by.contains(&id.as_str())).count();
+            let either = fault.killed_by.len() + evidence.properties.len() - named;
+            let stage = evidence.stage.is_some_and(|stage| agrees(fault.class, stage));
+            named as f64 / either.max(1) as f64 + if stage { 0.25 } else { 0.0 }
+        };
+        telling.iter().map(of_case).sum()
+    };
+    let mut order: Vec<(f64, &'static Fault)> =
+        faults().iter().map(|fault| (likeness(fault), fault)).collect();
+    // stable: equals stay in the order of the registry
+    order.sort_by(|a, b| b.0.total_cmp(&a.0));
+    order.into_iter().map(|(_, fault)| fault).collect()
 }
 
 /// How one fault does on each case.

@@ -130,3 +130,14 @@ fn faults_run_blind_are_named() {
     assert!(named.len() > 15, "only {} faults fail a case of the smoke suite", named.len());
     assert!(first * 10 >= named.len() * 9, "{first} of {} first", named.len());
 }
+
+#[test]
+fn faults_that_name_what_failed_are_tried_before_the_others() {
+    let engine = CpuEngine::with_fault(fault("committed-prefix-rows").unwrap());
+    let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
+    let evidence = evidence(&case, &engine).unwrap();
+    let order = super::likely_first(&[&evidence]);
+    assert_eq!(order.len(), faults().len());
+    let place = order.iter().position(|fault| fault.name == "committed-prefix-rows").unwrap();
+    assert!(place < 20, "tried as number {place}");
+}
