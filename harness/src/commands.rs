@@ -52,7 +52,7 @@ impl CaseArgs {
     /// # Errors
     /// Usage errors of files and selection.
     pub fn cases(&self) -> Result<(Vec<Case>, Selection), CommandError> {
-        let cases = if self.files.is_empty() {
+        let mut cases: Vec<Case> = if self.files.is_empty() {
             suite(self.suite, self.seed)
         } else {
             self.files.iter().map(|path| read_case(path)).collect::<Result<_, _>>()?
@@ -61,9 +61,8 @@ impl CaseArgs {
         selection
             .check_properties(properties::all().map(|property| property.id))
             .map_err(CommandError::usage)?;
-        let mut seen = std::collections::HashSet::new();
-        let cases: Vec<Case> = cases.into_iter().filter(|case: &Case| seen.insert(case.id())).collect();
-        let ids: Vec<String> = cases.iter().map(Case::id).collect();
+        let mut ids = std::collections::BTreeSet::new();
+        cases.retain(|case: &Case| ids.insert(case.id()));
         selection.check_exact(ids.iter().map(String::as_str)).map_err(CommandError::usage)?;
         Ok((cases, selection))
     }

@@ -4,13 +4,11 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use shardcheck_cases::{Case, SuiteName, suite};
-use shardcheck_cpu::{Fault, faults};
 use shardcheck_engine::Engine;
 
-use super::mutants::{Format, baseline};
+use super::mutants::{Format, baseline, chosen};
 use crate::boundary::{BoundaryFault, boundary_fault, boundary_faults, try_boundary};
 use crate::cli::CommandError;
-use crate::engines;
 use crate::matrix::{KillState, MATRIX_SCHEMA_VERSION, Matrix, lines, markdown, matrix};
 use crate::nearest::nearest;
 use crate::status::Exit;
@@ -44,12 +42,7 @@ pub struct Args {
 /// # Errors
 /// [`CommandError`]; a baseline that fails is one.
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
-    let find = |name: &String| engines::find_fault(name).map_err(CommandError::usage);
-    let chosen: Vec<&'static Fault> = if args.faults.is_empty() {
-        faults().iter().collect()
-    } else {
-        args.faults.iter().map(find).collect::<Result<_, _>>()?
-    };
+    let chosen = chosen(&args.faults)?;
     let healthy = shardcheck_cpu::engine();
     let mut matrices = Vec::new();
     for name in &args.suites {

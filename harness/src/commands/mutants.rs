@@ -143,7 +143,7 @@ fn list(format: Format) -> Result<Exit, CommandError> {
 }
 
 /// The faults of those names; all of them for none.
-fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandError> {
+pub(super) fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandError> {
     if names.is_empty() {
         return Ok(faults().iter().collect());
     }
