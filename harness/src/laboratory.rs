@@ -32,6 +32,7 @@ pub enum Halt {
 impl From<EngineError> for Halt {
     fn from(error: EngineError) -> Self {
         let status = match error {
+            EngineError::Interrupted { text } => return Self::Inconclusive(text),
             EngineError::Crash { .. } => Status::Crash,
             EngineError::Timeout { .. } => Status::Timeout,
             EngineError::DeviceLost { .. } => Status::DeviceLost,
