@@ -152,6 +152,12 @@ impl Connection {
             let text = format!("its reply bears number {}, the question had {id}", reply.id);
             return Err(AskError::Violation(text));
         }
+        if !reply.attached.strided.is_empty() {
+            // a view may repeat one element a billion times: cheap to say, dear to look at
+            return Err(AskError::Violation(
+                "outputs must be contiguous, strided views are not taken".to_owned(),
+            ));
+        }
         let tensors = message::tensors(&frame, &reply.attached, child.folder())?;
         if self.pending() == Pending::Something {
             return Err(AskError::Violation(format!("it replied to question {id} more than once")));
