@@ -8,7 +8,7 @@ formats E4M3 (`e4m3fn`) and E5M2, and `e4m3fnuz` (bias 8, no negative zero, one 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 
@@ -174,7 +174,7 @@ def _round_magnitude(layout: FloatLayout, bits: np.ndarray) -> np.ndarray:
     return np.where(exponent == -1023, 0, codes)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _table(name: str) -> np.ndarray:
     """f32 value of every code of a narrow float."""
     layout = DTYPES[name].layout
