@@ -1,0 +1,96 @@
+"""Merges by log-sum-exp as vLLM does them: partials of ranks over a group, and two states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardcheck import Unsupported
+from shardcheck.adapters import interpreter
+from shardcheck.adapters.vllm.release import Release, parameters
+
+
+def combine(
+    release: Release,
+    backend: str,
+    group: Any,
+    partial: torch.Tensor,
+    lse: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    query_start_loc: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges `partial [T, Hg, D]` and `lse [T, Hg]` of this rank with those of its group: own heads, `[T, H, D]` and `[T, H]`.
+
+    `seq_lens` (local, one a request) and `query_start_loc` go to releases whose functions take them, as their attention layer passes them.
+    """
+    if group.world_size == 1:
+        return partial, lse
+    function = release.correct_and_scatter if backend == "ag_rs" else release.exchange_and_combine
+    if function is None:
+        raise Unsupported(f"this release has no exchange {backend}")
+    wanted = parameters(function)
+    given = {"return_lse": True, "is_lse_base_on_e": True, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    given = {name: value for name, value in given.items() if name in wanted}
+    with interpreter.limits():
+        if "return_lse" in wanted:
+            return function(partial, lse, group, **given)
+        return _with_observed_lse(release, function, group, partial, lse, given)
+
+
+def _with_observed_lse(
+    release: Release, function: Any, group: Any, partial: torch.Tensor, lse: torch.Tensor, given: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For a release whose function keeps the merged LSE to itself: it is read off `correct_attn_out`, which returns it to its caller."""
+    seen: list[torch.Tensor] = []
+    module, original = release.correction_module, release.correction_module.correct_attn_out
+
+    def observed(*arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        seen.append(result[1])
+        return result
+
+    module.correct_attn_out = observed
+    try:
+        # the ranks take turns: what another one observes meanwhile is its own
+        out = function(partial, lse, group, **given)
+    finally:
+        module.correct_attn_out = original
+    return out, seen[0].chunk(group.world_size, dim=1)[group.rank_in_group]
+
+
+def merge_two(
+    release: Release, variant: str, prefix: tuple[torch.Tensor, torch.Tensor], suffix: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Merges two states `out [T, H, D]`, `lse [T, H]`; returns the merged one and how the outputs were handed over.
+
+    `variant` is `triton` or `torch`, the engine's own fallback.
+    """
+    function = release.merge_states if variant == "triton" else release.merge_states_torch
+    if function is None:
+        raise Unsupported(f"this release has no merge of two states in {variant}")
+    outs, how = [prefix[0], suffix[0]], "as given"
+    if not _kernel_takes(release, outs):
+        outs, how = [out.contiguous() for out in outs], "made contiguous"
+    lses = [lse.t().contiguous() for lse in (prefix[1], suffix[1])]
+    output = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
+    output_lse = torch.empty_like(lses[0])
+    with interpreter.limits():
+        function(output, outs[0], lses[0], outs[1], lses[1], output_lse)
+    return output, output_lse.t(), how
+
+
+def _kernel_takes(release: Release, outs: list[torch.Tensor]) -> bool:
+    """Whether outputs lie as the kernel reads them: dense, or with the head stride that it is told (padded heads)."""
+    if all(out.is_contiguous() for out in outs):
+        return True
+    names = getattr(release.merge_kernel, "arg_names", ())
+    heads = outs[0].shape[1]
+    strided = all(out.stride(2) == 1 and out.stride(0) == heads * out.stride(1) for out in outs)
+    return "prefix_head_stride" in names and strided and outs[0].stride(1) == outs[1].stride(1)
+
+
+def owned_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides: the engine corrects partials in place, and inputs must stay as they are."""
+    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
