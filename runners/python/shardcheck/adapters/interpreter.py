@@ -1,4 +1,4 @@
-"""Triton on a machine without a GPU: its interpreter, and the attributes of compiled kernels that interpreted ones lack."""
+"""Triton on a machine without a GPU: its interpreter, what kernels lack in it, and where it rounds unlike any device."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from shardcheck import Unsupported
+from shardcheck.dtypes import encode
 
 # What a kernel can't be launched with, and what the interpreter can't do: never a failure of the engine, never a pass.
 _LIMITS = {
@@ -24,7 +25,15 @@ def prepare(device: str) -> Any:
 
     if device == "cpu":
         _complete_interpreted_functions()
+        _round_to_nearest()
     return triton
+
+
+SHIMS = (
+    "Triton's interpreter: kernels get the attribute `constexprs` that compiled ones have",
+    "Triton's interpreter: f32 is rounded to bf16 to nearest even, as devices do; it truncates by itself",
+)
+"""What `prepare` changes on a CPU, for a profile."""
 
 
 def _complete_interpreted_functions() -> None:
@@ -38,6 +47,21 @@ def _complete_interpreted_functions() -> None:
 def _constexprs(function: Any) -> list[int]:
     annotations = getattr(function.fn, "__annotations__", {})
     return [index for index, name in enumerate(function.arg_names) if "constexpr" in str(annotations.get(name, ""))]
+
+
+def _round_to_nearest() -> None:
+    """The interpreter casts f32 to bf16 by cutting bits off, every device by rounding to nearest even."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.cast_impl
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return TensorHandle(encode("bf16", source.data), tl.bfloat16)
+        return original(self, source, target)
+
+    InterpreterBuilder.cast_impl = cast
 
 
 @contextlib.contextmanager

@@ -241,6 +241,10 @@ class Package(importlib.abc.MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
         return importlib.machinery.ModuleSpec(fullname, _StubLoader(self), is_package=True)
 
+    def loaded(self) -> list[str]:
+        """Names of the modules that were loaded from their files."""
+        return sorted(name for name in self.served if name in sys.modules and self.is_real(name))
+
     def described(self) -> list[str]:
         """What was replaced, for a profile."""
         given = [f"{module}: {', '.join(sorted(attributes))}" for module, attributes in sorted(self.replaced.items()) if attributes]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardcheck import Configuration, Contract, Conventions, Operation, Session, Unsupported
 from shardcheck import Engine as BaseEngine
+from shardcheck.adapters import interpreter
 from shardcheck.fetch import engine_folder, read_manifest
 
 _OWN_STEPS = [
@@ -22,6 +23,7 @@ _OWN_STEPS = [
     "up-projection of merged outputs, in f32",
     "verify: the row lengths of one backend (ROCm AITER) with the decode of another (Triton MLA), which itself refuses causal rows under DCP",
     "grouped queries: buffers and two splits around the decode kernel, which no backend uses for them under DCP",
+    "context: attention of a chunk and of new tokens in f32, copy of cached rows to the workspace, an up-projection that is the identity",
     "copy of given partials, since the engine corrects them in place; LSEs of two states transposed to [heads, rows]",
 ]
 
@@ -37,9 +39,9 @@ class Engine(BaseEngine):
         place = Path(folder) if folder else engine_folder("vllm", release)
         if not (place / "vllm").is_dir():
             hint = f"python3 -m shardcheck.fetch vllm=={release or 'VERSION'}"
-            raise SystemExit(f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel")
+            raise Unsupported(f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel")
         if device not in ("cpu", "cuda") or merge not in ("triton", "torch") or ranks != "virtual":
-            raise SystemExit("--device is cpu or cuda, --merge triton or torch, --ranks virtual")
+            raise ValueError("--device is cpu or cuda, --merge triton or torch, --ranks virtual")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         import torch
 
@@ -54,10 +56,13 @@ class Engine(BaseEngine):
         self.release = Release(place, device)
         self.operations = operations(self.release)
         package = self.release.package
-        self.files = [package.folder / path for path in sorted(package.hashes)]
+        self.files = package.loaded()
         self.own_steps = list(_OWN_STEPS)
-        self.replaced = package.described() + [
+        self.replaced = [
+            *package.described(),
+            *(interpreter.SHIMS if device == "cpu" else ()),
             "torch.distributed and the group coordinator: ranks are threads of one process that take turns",
+            *(["correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops"] if self.release.observes_lse else []),
         ]
 
     def open(self, configuration: Configuration) -> Session:
@@ -97,6 +102,9 @@ def operations(release) -> dict[str, Operation]:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
     if release.drafts:
         found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.plans_chunks and cpu:
+        seen = ["context_out", "context_lse", "gathered_key", "chunk_lens"]
+        found["context"] = Operation(contract=Contract.f32("f32"), observables=seen, absent=["lse"])
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,3 +54,16 @@ class Caches:
         if tensor.dtype == self.dtype:
             return tensor.codes
         return Tensor.from_f32(self.dtype, tensor.numpy()).codes
+
+
+def gather_rows(src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, seq_starts: Any = None, **_: Any) -> None:
+    """Copies rows of paged caches `[blocks, B, width]` to `dst`, request after request: `cp_gather_cache` and the like are compiled."""
+    block, bounds = src_cache.shape[1], cu_seq_lens.tolist()
+    for request in range(len(bounds) - 1):
+        first = int(seq_starts[request]) if seq_starts is not None else 0
+        for row in range(bounds[request + 1] - bounds[request]):
+            entry, offset = divmod(first + row, block)
+            identity = int(block_table[request, entry])
+            if not 0 <= identity < len(src_cache):
+                raise RuntimeError(f"illegal address: block {identity} of {len(src_cache)}, entry {entry} of request {request}")
+            dst[bounds[request] + row] = src_cache[identity, offset]

@@ -35,28 +35,9 @@ def combine(
     with interpreter.limits():
         if "return_lse" in wanted:
             return function(partial, lse, group, **given)
-        return _with_observed_lse(release, function, group, partial, lse, given)
-
-
-def _with_observed_lse(
-    release: Release, function: Any, group: Any, partial: torch.Tensor, lse: torch.Tensor, given: dict[str, Any]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """For a release whose function keeps the merged LSE to itself: it is read off `correct_attn_out`, which returns it to its caller."""
-    seen: list[torch.Tensor] = []
-    module, original = release.correction_module, release.correction_module.correct_attn_out
-
-    def observed(*arguments: Any, **named: Any) -> Any:
-        result = original(*arguments, **named)
-        seen.append(result[1])
-        return result
-
-    module.correct_attn_out = observed
-    try:
-        # the ranks take turns: what another one observes meanwhile is its own
+        # an older function keeps the merged LSE of the group's heads to itself
         out = function(partial, lse, group, **given)
-    finally:
-        module.correct_attn_out = original
-    return out, seen[0].chunk(group.world_size, dim=1)[group.rank_in_group]
+        return out, release.observed_lse().chunk(group.world_size, dim=1)[group.rank_in_group]
 
 
 def merge_two(

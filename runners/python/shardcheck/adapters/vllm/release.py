@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,12 +32,15 @@ class Release:
         self.package = surroundings.package(folder, device, self.triton, self.groups)
         self.package.install()
         first = self.package.first
-        self.correction_module = next((m for m in map(self.package.load, surroundings.CORRECTION) if hasattr(m, "correct_attn_out")), None)
         self.correct_and_scatter = first(surroundings.CORRECTION, "cp_lse_ag_out_rs")
         self.exchange_and_combine = first(surroundings.ALL_TO_ALL, "dcp_a2a_lse_reduce")
         self.decode_kernel = first(surroundings.DECODE_KERNEL, "decode_attention_fwd")
         backend = first(surroundings.DECODE_BACKEND, "TritonMLAImpl")
+        self.mla_backend = backend
         self.decode = next((found for name in ("forward_mqa", "_forward_decode") if (found := vars(backend).get(name))), None)
+        self.plan_context = first(surroundings.MLA, "build_mla_chunked_context_metadata")
+        self.align_workspace = first(surroundings.MLA, "align_mla_chunked_context_workspace_size")
+        self.plans_chunks = first(surroundings.MLA, "plan_mla_context_chunks") is not None
         self.key_value_splits = first(surroundings.DECODE_BACKEND, "_compute_num_kv_splits")
         helper = first(surroundings.VERIFY_BACKEND, "AiterMLAHelper")
         self.verify_row_lens = getattr(helper, "dcp_local_verify_row_lens", None)
@@ -47,6 +51,10 @@ class Release:
         self._local_lens = first(surroundings.LENGTHS, "get_dcp_local_seq_lens")
         self._cut_lens = None if self._local_lens else self._cut_local_lens()
         surroundings.exchange_virtually(self.package)
+        self._observed = threading.local()
+        self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(self.correct_and_scatter)
+        if self.observes_lse:
+            self._observe_lse()
 
     @property
     def drafts(self) -> bool:
@@ -73,6 +81,21 @@ class Release:
         scope["self"] = SimpleNamespace(dcp_world_size=world, dcp_rank=rank)
         exec(self._cut_lens, {}, scope)  # the engine's own statement, compiled from its file
         return scope["seq_lens"]
+
+    def observed_lse(self) -> Any:
+        """What `correct_attn_out` last returned as merged LSE on this thread."""
+        return self._observed.lse
+
+    def _observe_lse(self) -> None:
+        """Reads the merged LSE off `correct_attn_out`, which returns it to a caller that drops it."""
+        module = next(m for m in map(self.package.load, surroundings.CORRECTION) if hasattr(m, "correct_attn_out"))
+        original = module.correct_attn_out
+
+        def observed(*arguments: Any, **named: Any) -> Any:
+            out, self._observed.lse = original(*arguments, **named)
+            return out, self._observed.lse
+
+        module.correct_attn_out = observed
 
     def _cut_local_lens(self) -> Any:
         """Compiles `if self.dcp_world_size > 1: seq_lens[:num_decodes] = …` out of the metadata builder of a release without a function."""

@@ -11,6 +11,7 @@ from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
 from shardcheck.adapters.collectives import VirtualGroup, VirtualRanks
 from shardcheck.adapters.vllm.attention import Attention, Batch
 from shardcheck.adapters.vllm.cache import Caches
+from shardcheck.adapters.vllm.context import Context
 from shardcheck.adapters.vllm.layout import Layout, flat_positions
 from shardcheck.adapters.vllm.merging import combine, merge_two, owned_copy
 from shardcheck.adapters.vllm.release import Release
@@ -25,6 +26,7 @@ class VllmSession(Session):
         self.merge_variant = merge_variant
         self.caches = Caches(configuration)
         self.layouts = Layout(release, configuration)
+        self.contexts = Context(release, configuration, self.caches)
         self.attention = Attention(release, configuration, self.caches, self.layouts)
 
     def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
@@ -76,6 +78,20 @@ class VllmSession(Session):
     def draft(self, **tensors: Tensor) -> Reply:
         """Several rows a request that see all its tokens."""
         return self._attend("draft", **tensors)
+
+    def context(
+        self,
+        chunk_budget_tokens: int,
+        query: Tensor,
+        key: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        **_: Any,
+    ) -> Reply:
+        """New tokens over a cached context that is gathered in chunks."""
+        with self.release.package.ledger.watching():
+            return self.contexts.step(chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table)
 
     def merge_partials(self, partial_out: Tensor, partial_lse: Tensor, **_: Any) -> Reply:
         """Merges given partials over the ranks of one group."""

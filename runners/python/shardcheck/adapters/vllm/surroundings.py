@@ -9,6 +9,7 @@ from typing import Any
 
 from shardcheck.adapters.collectives import VirtualDistributed
 from shardcheck.adapters.loader import Package
+from shardcheck.adapters.vllm.cache import gather_rows
 
 _OPS = "vllm.v1.attention.ops"
 _BACKENDS = "vllm.v1.attention.backends"
@@ -110,15 +111,29 @@ def _to_device(data: Any, device: Any = None, dtype: Any = None, out: Any = None
     return out.copy_(tensor) if out is not None else tensor.to(device)
 
 
+def _is_quantized(kv_cache_dtype: str) -> bool:
+    """Stands for a look at the name of a cache's type: caches here are as wide as the model."""
+    return kv_cache_dtype != "auto"
+
+
 def package(folder: Path, device: str, triton: Any, groups: Groups) -> Package:
     """The release in `folder`, ready to be imported for `device`, with `groups` for its group getters."""
+    import torch
+
     getters = {"get_dcp_group": groups.decode_group, "get_pcp_group": groups.prefill_group}
     replaced = {
         "vllm.distributed": getters,
         "vllm.distributed.parallel_state": getters,
+        "vllm._custom_ops": {"cp_gather_cache": gather_rows, "gather_and_maybe_dequant_cache": gather_rows},
         "vllm.logger": {"init_logger": lambda name: _Logger(logging.getLogger(name), {})},
         "vllm.platforms": {"current_platform": Platform(device)},
-        "vllm.utils.torch_utils": {"PIN_MEMORY": False, "async_tensor_h2d": _to_device},
+        "vllm.utils.torch_utils": {
+            "PIN_MEMORY": False,
+            "async_tensor_h2d": _to_device,
+            "np_to_pinned_tensor": torch.from_numpy,
+            "is_quantized_kv_cache": _is_quantized,
+        },
+        "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": _is_quantized},
         "vllm.triton_utils": {"tl": triton.language, "triton": triton, "HAS_TRITON": True},
     }
     served = {*_PLACES, *_SUPPORT}
