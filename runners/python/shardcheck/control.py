@@ -21,7 +21,7 @@ from shardcheck.wire import Connection, Message, ProtocolError
 
 JOIN_TIMEOUT_S = 110.0
 """How long ranks wait for each other at the start: a little less than the harness waits for `hello`."""
-GRACE_S = 10.0
+GRACE_S = 5.0
 """How long rank 0 may go on after another rank has failed, before it answers for it and ends."""
 
 
@@ -81,7 +81,7 @@ class Leader:
         collection.claim()
         others = collection.wait(None if own.is_ok else GRACE_S)
         answer = combine(own, others)
-        if len(others) < len(self._peers):
+        if len(others) < len(self._peers) or collection.peer_ended:
             raise Stuck(answer)
         if not answer.is_ok and "session" in message.header:
             desk.end(message.header["session"])
@@ -96,10 +96,10 @@ class Leader:
 
 
 class Stuck(Exception):
-    """Ranks wait for one that failed: `answer` is still to be given, then the process has to end."""
+    """Ranks wait for one that failed or is gone: `answer` is still to be given, then the process has to end."""
 
     def __init__(self, answer: Answer) -> None:
-        super().__init__("ranks wait for a rank that failed")
+        super().__init__("ranks wait for a rank that failed or is gone")
         self.answer = answer
 
 
@@ -111,6 +111,7 @@ class Collection:
         self._answers: dict[int, dict[str, Any]] = {}
         self._changed = threading.Condition()
         self._claimed = False
+        self.peer_ended = False
         for rank, peer in peers.items():
             threading.Thread(target=self._read, args=(rank, peer), daemon=True).start()
 
@@ -150,6 +151,8 @@ class Collection:
             text = "the process ended"
         except (OSError, ProtocolError) as error:
             message, text = None, str(error)
+        if message is None:
+            self.peer_ended = True
         fields = {"status": "error", "class": "crash", "text": text} if message is None else message.header
         with self._changed:
             self._answers[rank] = fields

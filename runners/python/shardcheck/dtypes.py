@@ -97,7 +97,7 @@ def decode(name: str, codes: np.ndarray) -> np.ndarray:
     dtype = dtype_named(name)
     if dtype.layout is None:
         return codes
-    return _table(name)[codes]
+    return np.asarray(_table(name)[codes])
 
 
 def encode(name: str, values: np.ndarray, overflow: str = NON_FINITE) -> np.ndarray:
@@ -112,25 +112,25 @@ def encode(name: str, values: np.ndarray, overflow: str = NON_FINITE) -> np.ndar
     dtype = dtype_named(name)
     values = np.asarray(values)
     if dtype.layout is not None:
-        return _encode_narrow(dtype.layout, values.astype(np.float64), overflow).astype(dtype.storage)
+        return np.asarray(_encode_narrow(dtype.layout, values.astype(np.float64), overflow)).astype(dtype.storage)
     if dtype.storage.kind == "f":
         with np.errstate(over="ignore"):
             rounded = values.astype(dtype.storage)
         if overflow == SATURATE:
             limit = np.finfo(dtype.storage).max
             rounded = np.where(np.isinf(rounded), np.copysign(limit, rounded), rounded).astype(dtype.storage)
-        return rounded
+        return np.asarray(rounded)
     return _encode_integer(dtype, values)
 
 
 def _encode_integer(dtype: Dtype, values: np.ndarray) -> np.ndarray:
     bounds = np.iinfo(dtype.storage)
     if values.dtype.kind in "iu":
-        return np.clip(values, bounds.min, bounds.max).astype(dtype.storage)
+        return np.asarray(np.clip(values, bounds.min, bounds.max)).astype(dtype.storage)
     nearest = np.nan_to_num(np.rint(values.astype(np.float64)), nan=0.0, posinf=np.inf, neginf=-np.inf)
     above, below = nearest >= float(bounds.max), nearest <= float(bounds.min)
     inside = np.where(above | below, 0.0, nearest).astype(dtype.storage)
-    return np.where(above, bounds.max, np.where(below, bounds.min, inside)).astype(dtype.storage)
+    return np.asarray(np.where(above, bounds.max, np.where(below, bounds.min, inside))).astype(dtype.storage)
 
 
 def _encode_narrow(layout: FloatLayout, values: np.ndarray, overflow: str) -> np.ndarray:
