@@ -64,6 +64,8 @@ SCENARIOS = {
 
 def run(engine: Any, scenario: Scenario) -> dict[str, Any]:
     """Layout, write and one step of a scenario; the largest errors of output, LSE and layout."""
+    if scenario.route not in engine.operations:
+        return {"unsupported": f"no {scenario.route}"}
     try:
         session = engine.open(scenario.configuration)
         batch = draw(scenario)

@@ -102,6 +102,10 @@ def operations(release) -> dict[str, Operation]:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
     if release.drafts:
         found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.merge_segments is not None:
+        found["merge_segments"] = Operation(contract=Contract.f32("f32"))
+    if release.pack is not None:
+        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
     if release.plans_chunks and cpu:
         seen = ["context_out", "context_lse", "gathered_key", "chunk_lens"]
         found["context"] = Operation(contract=Contract.f32("f32"), observables=seen, absent=["lse"])

@@ -71,6 +71,25 @@ def _kernel_takes(release: Release, outs: list[torch.Tensor]) -> bool:
     return "prefix_head_stride" in names and strided and outs[0].stride(1) == outs[1].stride(1)
 
 
+def merge_segments(
+    release: Release, tile_tokens: int, acc: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, row_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges the segments of a split kernel, `acc [S, T, H, D]` and statistics `[S, T, H]`: output `[T, H, D]` and LSE `[T, H]`."""
+    by_row = [tensor.movedim(0, 2).contiguous() for tensor in (acc, maxima, sums)]
+    with interpreter.limits():
+        return release.merge_segments(*by_row, row_lens, tile_tokens, torch.float32)
+
+
+def pack(release: Release, lse: torch.Tensor) -> torch.Tensor:
+    """The two 16-bit lanes that LSEs `[n]` travel in behind a bf16 output, `[n, 2]` as bf16 bit patterns."""
+    count = len(lse)
+    out = torch.zeros(count, 1, 1, dtype=torch.bfloat16, device=lse.device)
+    sent = torch.zeros(1, count, 1, 3, dtype=torch.bfloat16, device=lse.device)
+    with interpreter.limits():
+        release.pack(out, lse[:, None].contiguous(), sent, world_size=1, h_per_rank=1, head_dim=1, lse_pack_dim=2)
+    return sent[0, :, 0, 1:]
+
+
 def owned_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides: the engine corrects partials in place, and inputs must stay as they are."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -47,6 +47,8 @@ class Release:
         self.merge_states = first(surroundings.MERGE, "merge_attn_states")
         self.merge_states_torch = first(surroundings.MERGE, "_merge_attn_states_torch")
         self.merge_kernel = first(surroundings.MERGE_KERNEL, "merge_attn_states_kernel")
+        self.merge_segments = first(surroundings.SEGMENTS, "merge_mla_segments_triton")
+        self.pack = first(surroundings.ALL_TO_ALL, "_dcp_a2a_pack_send")
         self.block_table = first(surroundings.BLOCK_TABLE, "BlockTable")
         self._local_lens = first(surroundings.LENGTHS, "get_dcp_local_seq_lens")
         self._cut_lens = None if self._local_lens else self._cut_local_lens()

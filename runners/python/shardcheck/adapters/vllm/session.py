@@ -13,7 +13,7 @@ from shardcheck.adapters.vllm.attention import Attention, Batch
 from shardcheck.adapters.vllm.cache import Caches
 from shardcheck.adapters.vllm.context import Context
 from shardcheck.adapters.vllm.layout import Layout, flat_positions
-from shardcheck.adapters.vllm.merging import combine, merge_two, owned_copy
+from shardcheck.adapters.vllm.merging import combine, merge_segments, merge_two, owned_copy, pack
 from shardcheck.adapters.vllm.release import Release
 
 
@@ -119,6 +119,24 @@ class VllmSession(Session):
         with self.release.package.ledger.watching():
             out, lse, how = merge_two(self.release, self.merge_variant, prefix, suffix)
         return Reply({"out": out[None], "lse": lse[None]}, {"merge": self.merge_variant, "view": how}, [0])
+
+    def merge_segments(
+        self, tile_tokens: int, segment_max: Tensor, segment_sum: Tensor, segment_acc: Tensor, row_lens: Tensor, **_: Any
+    ) -> Reply:
+        """Merges the given segments of a split kernel."""
+        device = self.release.device
+        given = [tensor.torch(device) for tensor in (segment_acc, segment_max, segment_sum, row_lens)]
+        with self.release.package.ledger.watching():
+            out, lse = merge_segments(self.release, tile_tokens, *given)
+        return Reply({"out": out[None], "lse": lse[None]}, collectives=[0])
+
+    def pack_lse(self, lse: Tensor, **_: Any) -> Reply:
+        """The lanes of given LSEs."""
+        if self.configuration.lane_order != "lo_hi":
+            raise Unsupported("the exchange packs the low half first")
+        with self.release.package.ledger.watching():
+            lanes = pack(self.release, lse.torch(self.release.device))
+        return Reply({"lanes": lanes.view(torch.int16).cpu().numpy().view(np.uint16)[None]}, {"lane_order": "lo_hi"}, [0])
 
     def _attend(
         self,

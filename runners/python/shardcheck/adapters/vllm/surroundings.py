@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def package(folder: Path, device: str, triton: Any, groups: Groups) -> Package:
             "is_quantized_kv_cache": _is_quantized,
         },
         "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": _is_quantized},
-        "vllm.triton_utils": {"tl": triton.language, "triton": triton, "HAS_TRITON": True},
+        "vllm.triton_utils": {"tl": triton.language, "triton": triton, "HAS_TRITON": True, "LOGE2": math.log(2.0)},
     }
     served = {*_PLACES, *_SUPPORT}
     return Package("vllm", folder, served, replaced, foreign=_FOREIGN)
