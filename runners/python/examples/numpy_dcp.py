@@ -1,9 +1,10 @@
-"""Decode context parallelism in plain numpy: any number of virtual ranks in one process, each with its own paged cache.
+"""Decode context parallelism in plain numpy: any number of virtual ranks in one process, each with its own
+paged cache.
 
-    shardcheck run --engine exec:'python3 -m shardcheck.adapter examples/numpy_dcp.py:NumpyDcp' --suite engine-smoke
+    shardcheck run --engine exec:'python3 -m shardcheck.adapter examples/numpy_dcp.py:NumpyDcp'
 
-Every rank computes from its own pages alone, in f32; what it learns of others goes through `Exchange`. The option
-`--output f32` keeps outputs in f32, so that nothing but the arithmetic itself is rounded.
+Every rank computes from its own pages alone, in f32; what it learns of others goes through `Exchange`. The
+option `--output f32` keeps outputs in f32, so that nothing but the arithmetic itself is rounded.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Row:
 
 
 def rows_of(lens: np.ndarray, starts: np.ndarray, causal: bool) -> Iterator[Row]:
-    """Rows of all requests; those behind are graph padding. Row t of q sees `L - q + 1 + t` tokens, or all L."""
+    """Rows of all requests, graph padding left out. Row t of q sees `L - q + 1 + t` tokens, or all L."""
     for request, length in enumerate(lens):
         first, end = int(starts[request]), int(starts[request + 1])
         for row in range(first, end):
@@ -71,8 +72,10 @@ def rows_of(lens: np.ndarray, starts: np.ndarray, causal: bool) -> Iterator[Row]
             yield Row(row, request, max(visible, 0))
 
 
-def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of `[heads, Dk]` over `[n, K, Dk]` and `[n, K, Dv]`: `[heads, Dv]` and the natural LSE `[heads]`."""
+def attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[heads, Dk]` over `[n, K, Dk]` and `[n, K, Dv]`: output `[heads, Dv]` and natural LSE `[heads]`."""
     (count, kv_heads, _), heads = keys.shape, len(query)
     out = np.zeros((heads, values.shape[2]), F32)
     lse = np.full(heads, -np.inf, F32)
@@ -102,7 +105,7 @@ def log(values: np.ndarray) -> np.ndarray:
 
 
 def weigh(lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of states `[states, …]` by their LSEs, and the LSE of their merge. A state of −∞, +∞ or NaN is empty."""
+    """Weights of states `[states, …]` by their LSEs, and the merged LSE. Not finite means empty."""
     lses = np.where(np.isfinite(lses), lses, F32(-np.inf))
     largest = lses.max(axis=0)
     base = np.where(np.isfinite(largest), largest, F32(0))
@@ -139,7 +142,9 @@ class Rank:
         """Slot of each position of one request on this rank, −1 where another rank owns it."""
         slots = np.full(len(positions), -1, np.int64)
         own = self.layout.owner(positions) == self.member
-        slots[own] = self.layout.slot(positions[own], table[self.layout.table_entry(positions[own])].astype(np.int64))
+        slots[own] = self.layout.slot(
+            positions[own], table[self.layout.table_entry(positions[own])].astype(np.int64)
+        )
         return slots
 
     def tokens(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -175,9 +180,14 @@ class NumpySession(shardcheck.Session):
         """Lengths, slots, units and pages of every rank."""
         layout, lens, starts, table = self.layout_of, seq_lens.codes, query_start_loc.codes, block_table.codes
         count = int(starts[-1])
-        row_lens, draft_lens = self._row_lens(lens, starts, count, True), self._row_lens(lens, starts, count, False)
+        row_lens, draft_lens = (
+            self._row_lens(lens, starts, count, True),
+            self._row_lens(lens, starts, count, False),
+        )
         slots = [
-            np.concatenate([rank.slots(np.arange(n), table[r]) for r, n in enumerate(lens)] or [np.zeros(0, np.int64)])
+            np.concatenate(
+                [rank.slots(np.arange(n), table[r]) for r, n in enumerate(lens)] or [np.zeros(0, np.int64)]
+            )
             for rank in self.ranks
         ]
         needed = layout.blocks_needed(lens).astype(np.int32)
@@ -185,10 +195,14 @@ class NumpySession(shardcheck.Session):
         parts = layout.block // sub_page
         pages = np.full((len(lens), int(needed.max(initial=0)) * parts), -1, np.int32)
         for request, blocks in enumerate(needed):
-            pages[request, : blocks * parts] = (table[request, :blocks, None] * parts + np.arange(parts)).reshape(-1)
+            pages[request, : blocks * parts] = (
+                table[request, :blocks, None] * parts + np.arange(parts)
+            ).reshape(-1)
         units = np.array([layout.virtual_block, layout.virtual_block, sub_page], np.int32)
         return self._moved(
-            local_lens=np.stack([layout.local_length(lens, rank.member) for rank in self.ranks]).astype(np.int32),
+            local_lens=np.stack([layout.local_length(lens, rank.member) for rank in self.ranks]).astype(
+                np.int32
+            ),
             row_lens=row_lens,
             draft_lens=draft_lens,
             slots=np.stack(slots),
@@ -210,7 +224,9 @@ class NumpySession(shardcheck.Session):
 
     def read_cache(self) -> Reply:
         """The caches as they are."""
-        paged = lambda codes: codes.reshape(self.configuration.blocks, self.configuration.block_size, *codes.shape[1:])
+        paged = lambda codes: codes.reshape(
+            self.configuration.blocks, self.configuration.block_size, *codes.shape[1:]
+        )
         dtype = self.configuration.kv_dtype
         outputs = {"key_cache": Tensor(dtype, np.stack([paged(rank.keys) for rank in self.ranks]))}
         if not self.configuration.attention.is_mla:
@@ -240,7 +256,7 @@ class NumpySession(shardcheck.Session):
     def context(
         self, query, key, context_lens, query_start_loc, block_table, chunk_budget_tokens, value=None
     ) -> Reply:
-        """New rows over a cached context that is gathered chunk by chunk, then over the new tokens themselves."""
+        """New rows over a cached context that is gathered in chunks, then over the new tokens themselves."""
         return Context(self, context_lens.codes, chunk_budget_tokens).run(
             query, key, value, query_start_loc.codes, block_table.codes
         )
@@ -282,7 +298,9 @@ class NumpySession(shardcheck.Session):
         weights = None if w_uv is None else w_uv.numpy()
         projects_first = self._projects_first(weights)
         if projects_first:
-            partials = [project(out, weights[self._group_heads(rank)]) for rank, out in zip(self.ranks, partials)]
+            partials = [
+                project(out, weights[self._group_heads(rank)]) for rank, out in zip(self.ranks, partials)
+            ]
         outs, merged_lses = self._merge(exchange, partials, lses)
         if weights is not None and not projects_first:
             outs = [project(out, weights[rank * own : (rank + 1) * own]) for rank, out in enumerate(outs)]
@@ -312,7 +330,9 @@ class NumpySession(shardcheck.Session):
         for row in rows:
             count = int(self.layout_of.local_length(row.visible, rank.member))
             keys, values = rank.values_of(*rank.tokens(np.arange(count), table[row.request]))
-            out[row.index], lse[row.index] = attend(query[row.index], keys, values, self.configuration.softmax_scale)
+            out[row.index], lse[row.index] = attend(
+                query[row.index], keys, values, self.configuration.softmax_scale
+            )
         return out, lse
 
     def _merge(self, exchange, partials, lses) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -323,10 +343,15 @@ class NumpySession(shardcheck.Session):
             return [scaled(w[0], out) for (w, _), out in zip(weighed, partials)], [lse for _, lse in weighed]
         split = lambda array: np.stack(np.split(array, world, axis=1))
         if self.configuration.comm_backend == "a2a":
-            packed = [np.concatenate([split(out), split(lse[..., None])], axis=-1) for out, lse in zip(partials, lses)]
+            packed = [
+                np.concatenate([split(out), split(lse[..., None])], axis=-1)
+                for out, lse in zip(partials, lses)
+            ]
             received = exchange.all_to_all("partials", packed)
             weighed = [weigh(part[..., -1]) for part in received]
-            outs = [scaled(w, part[..., :-1]).sum(axis=0, dtype=F32) for (w, _), part in zip(weighed, received)]
+            outs = [
+                scaled(w, part[..., :-1]).sum(axis=0, dtype=F32) for (w, _), part in zip(weighed, received)
+            ]
             return outs, [lse for _, lse in weighed]
         weighed = [weigh(gathered) for gathered in exchange.all_gather("lse", lses)]
         members = [rank % world for rank in range(exchange.ranks)]
@@ -370,7 +395,7 @@ def project(out: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 class Context:
-    """One step over a cached context: every rank sends whole blocks of rows, the same number, and drops the padding."""
+    """One step over a cached context: every rank sends the same number of rows, padding included."""
 
     def __init__(self, session: NumpySession, cached: np.ndarray, budget_tokens: int) -> None:
         self.session, self.cached, self.layout = session, cached, session.layout_of
@@ -402,7 +427,9 @@ class Context:
         new_keys = key.numpy()
         new_values = new_keys[..., :width] if value is None else value.numpy()
         merged = [
-            merge_two(states[rank.rank], self._new(rank, queries[rank.rank], new_keys, new_values, starts, empty()))
+            merge_two(
+                states[rank.rank], self._new(rank, queries[rank.rank], new_keys, new_values, starts, empty())
+            )
             for rank in session.ranks
         ]
         outputs = {
@@ -411,12 +438,16 @@ class Context:
             "context_out": np.stack([out for out, _ in states]),
             "context_lse": np.stack([lse for _, lse in states]),
             "gathered_key": self._keys_in_order(order),
-            "chunk_lens": session._everywhere(np.array(counts, np.int32).reshape(self.chunks, len(self.cached))),
+            "chunk_lens": session._everywhere(
+                np.array(counts, np.int32).reshape(self.chunks, len(self.cached))
+            ),
         }
         path = {"route": "context", "comm_backend": session._path()["comm_backend"], "chunks": self.chunks}
         return Reply(outputs, path, exchange.entered)
 
-    def _gather(self, exchange: Exchange, chunk: int, table: np.ndarray) -> list[list[tuple[np.ndarray, np.ndarray]]]:
+    def _gather(
+        self, exchange: Exchange, chunk: int, table: np.ndarray
+    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
         """f32 keys and values of each request's tokens in a chunk, on each rank."""
         begin, session = chunk * self.window, self.session
         sent = np.clip(self.padded - begin, 0, self.window)
@@ -429,14 +460,23 @@ class Context:
             both = [np.concatenate([k, v], axis=2) for k, v in zip(keys, values)]
             split = session.configuration.qk_dim
             parts = exchange.all_gather("context", both)
-            return [self._requests(rank, part[..., :split], part[..., split:], sent, begin) for rank, part in zip(session.ranks, parts)]
-        return [self._requests(rank, k[None], v[None], sent, begin) for rank, k, v in zip(session.ranks, keys, values)]
+            return [
+                self._requests(rank, part[..., :split], part[..., split:], sent, begin)
+                for rank, part in zip(session.ranks, parts)
+            ]
+        return [
+            self._requests(rank, k[None], v[None], sent, begin)
+            for rank, k, v in zip(session.ranks, keys, values)
+        ]
 
     def _requests(self, rank: Rank, keys, values, sent, begin) -> list[tuple[np.ndarray, np.ndarray]]:
         """Tokens of each request out of `[W, rows, …]`, padding dropped, by member."""
         found, before = [], 0
         for request, count in enumerate(sent):
-            held = [int(np.clip(self.layout.local_length(self.cached[request], m) - begin, 0, count)) for m in range(len(keys))]
+            held = [
+                int(np.clip(self.layout.local_length(self.cached[request], m) - begin, 0, count))
+                for m in range(len(keys))
+            ]
             pick = lambda codes: np.concatenate([codes[m, before : before + n] for m, n in enumerate(held)])
             found.append(rank.values_of(pick(keys), pick(values)))
             before += int(count)
@@ -464,7 +504,9 @@ class Context:
         """`[ranks, Σ cached, K, Dk]`: what each rank gathered, by chunk and request."""
         configuration, requests = self.session.configuration, len(self.cached)
         empty = np.zeros((0, configuration.kv_heads, configuration.qk_dim), F32)
-        of_rank = lambda rank: [keys for chunk in order for keys in chunk[rank * requests : (rank + 1) * requests]]
+        of_rank = lambda rank: [
+            keys for chunk in order for keys in chunk[rank * requests : (rank + 1) * requests]
+        ]
         return np.stack([np.concatenate([empty, *of_rank(rank)]) for rank in range(configuration.tp)])
 
 

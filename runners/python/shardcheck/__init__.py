@@ -1,7 +1,18 @@
-"""Adapter SDK of shardcheck: put any attention engine behind the harness's process protocol (docs/adapters.md)."""
+"""Adapter SDK of shardcheck: put any attention engine behind the harness's process protocol
+(docs/adapters.md).
+"""
 
 from shardcheck.configuration import Attention, Configuration
-from shardcheck.engine import DeviceLost, Engine, EngineError, InputError, Reply, Session, TimedOut, Unsupported
+from shardcheck.engine import (
+    DeviceLost,
+    Engine,
+    EngineError,
+    InputError,
+    Reply,
+    Session,
+    TimedOut,
+    Unsupported,
+)
 from shardcheck.profile import Contract, Conventions, Operation, PerTile, Profile
 from shardcheck.tensor import Tensor, unwritten
 

@@ -1,4 +1,4 @@
-"""The adapter process: `python -m shardcheck.adapter MODULE:CLASS` connects to the harness and answers until it is told to end."""
+"""The adapter process: `python -m shardcheck.adapter MODULE:CLASS` answers a harness until told to end."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ usage: python -m shardcheck.adapter [--profile] MODULE:CLASS [--OPTION VALUE ...
 Puts an engine behind the process protocol of shardcheck (docs/protocol.md). The harness starts this command:
 
     shardcheck run --engine exec:'python3 -m shardcheck.adapter my_module:MyEngine' --suite engine-smoke
-    shardcheck run --engine exec:'torchrun --nproc-per-node 4 -m shardcheck.adapter my_module:MyEngine' --suite engine-smoke
+    shardcheck run --engine exec:'torchrun --nproc-per-node 4 -m shardcheck.adapter my_module:MyEngine'
 
 arguments:
   MODULE:CLASS       a class that derives from shardcheck.Engine; `path/to/file.py:CLASS` is one too
-  --OPTION VALUE     goes to the constructor as OPTION='VALUE' (dashes become underscores); --OPTION=VALUE is the same
+  --OPTION VALUE     goes to the constructor as OPTION='VALUE', dashes as underscores; so does --OPTION=VALUE
 
 options, before MODULE:CLASS:
   --profile          load the engine, print what it would declare as JSON, and end; needs no harness
@@ -48,8 +48,9 @@ environment, set by the harness:
   SHARDCHECK_FOLDER    where payloads of more than a megabyte lie
   SHARDCHECK_PROGRESS  the file that shows where each rank is
 
-exit codes: 0 told to end; {EXIT_FAILED} failed; {EXIT_USAGE} wrong usage; {EXIT_CANNOT_RUN_HERE} the engine can't run on this machine
-(raise shardcheck.Unsupported in the module or the constructor to say so).
+exit codes:
+  0 told to end    {EXIT_FAILED} failed    {EXIT_USAGE} wrong usage
+  {EXIT_CANNOT_RUN_HERE} can't run on this machine: module or constructor raised shardcheck.Unsupported
 """
 
 
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     only_profile = "--profile" in flags
     if not only_profile and "SHARDCHECK_ADDRESS" not in os.environ:
-        text = "SHARDCHECK_ADDRESS is not set: the harness starts this command (or use --profile to look at the declaration)"
+        text = "SHARDCHECK_ADDRESS is not set: the harness starts this command (--profile does without it)"
         print(f"shardcheck.adapter: {text}", file=sys.stderr)
         return EXIT_USAGE
     real_output = keep_output_for_log()
@@ -124,7 +125,8 @@ def parse_command_line(words: Sequence[str]) -> tuple[set[str], str, dict[str, s
 def keep_output_for_log() -> int:
     """Sends file descriptor 1 to where 2 goes, so that neither `print` nor C code reaches anything else.
 
-    Returns a copy of what was 1. A descriptor 0, 1 or 2 that is closed gets the null device, or the socket would take its number.
+    Returns a copy of what was 1. A descriptor 0, 1 or 2 that is closed gets the null device, or the socket
+    would take its number.
     """
     for descriptor in (0, 1, 2):
         try:
@@ -168,20 +170,26 @@ def _run(target: str, options: dict[str, str], profile_output: int | None) -> in
 
 
 def checked_profile(engine: Engine) -> Profile:
-    """The engine's profile, after the check that every declared operation has a method and the other way round."""
+    """The engine's profile, once declared operations and methods of its sessions have been held together."""
     profile = profile_of(engine)
     session = session_type_of(engine)
     undeclared = [] if session is None else check_methods(engine, session)
     if undeclared:
         assert session is not None
-        text = f"{session.__name__} has {', '.join(undeclared)}, which {type(engine).__name__} doesn't declare: never asked for"
+        who, what = type(engine).__name__, ", ".join(undeclared)
+        text = f"{session.__name__} has {what}, which {who} doesn't declare: it is never asked for"
         print(f"shardcheck.adapter: {text}", file=sys.stderr)
     return profile
 
 
 def serve(connection: Connection, profile: Profile, desk: Desk, token: str, leader: Leader | None) -> None:
-    """Says hello, and answers until the harness says bye or closes the socket; `ProtocolError` when it breaks a rule."""
-    hello = {"type": "hello", "token": token, "protocol": [PROTOCOL, PROTOCOL], "sdk": f"shardcheck-python {__version__}"}
+    """Says hello, and answers until bye or end of connection; `ProtocolError` when a rule is broken."""
+    hello = {
+        "type": "hello",
+        "token": token,
+        "protocol": [PROTOCOL, PROTOCOL],
+        "sdk": f"shardcheck-python {__version__}",
+    }
     connection.send({**hello, "profile": profile.to_json()})
     welcome = connection.receive()
     if welcome is None:

@@ -10,8 +10,9 @@ from typing import Any
 class Attention:
     """Attention shape of one layer.
 
-    `kind` is `mla` (absorbed form: one latent KV head of `kv_lora_rank + qk_rope_head_dim` elements, whose first `kv_lora_rank`
-    elements are the value as well) or `gqa` (`kv_heads` of each rank, key width `head_dim`). Fields of the other kind are 0.
+    `kind` is `mla` (absorbed form: one latent KV head of `kv_lora_rank + qk_rope_head_dim` elements, whose
+    first `kv_lora_rank` elements are the value as well) or `gqa` (`kv_heads` of each rank, key width
+    `head_dim`). Fields of the other kind are 0.
     """
 
     kind: str
@@ -39,7 +40,7 @@ class Attention:
 
 @dataclass(frozen=True)
 class Configuration:
-    """Everything that is fixed while a session lives. Rank `r` belongs to decode-context-parallel group `r // dcp`."""
+    """Everything that is fixed while a session lives. Rank `r` belongs to group `r // dcp`."""
 
     attention: Attention
     tp: int

@@ -1,6 +1,7 @@
 """One question, many processes: rank 0 passes on what the harness asks, and makes one answer of all.
 
-It has its own socket and needs no collective, so that it works under any launcher and leaves the engine's process groups alone.
+It has its own socket and needs no collective, so that it works under any launcher and leaves the engine's
+process groups alone.
 """
 
 from __future__ import annotations
@@ -69,8 +70,9 @@ class Leader:
     def ask_all(self, message: Message, desk: Desk, send: Callable[[Answer], None]) -> Answer:
         """One answer of all ranks to a question, this process's own among them.
 
-        Where a rank has failed and others stay in a collective, the process can't go on: `Stuck` holds the answer that is still
-        to be given; if it is rank 0 that stays, the answer goes through `send` and the process ends.
+        Where a rank has failed and others stay in a collective, the process can't go on: `Stuck` holds the
+        answer that is still to be given; if it is rank 0 that stays, the answer goes through `send` and the
+        process ends.
         """
         header = {key: value for key, value in message.header.items() if key != "file"}
         for peer in self._peers.values():
@@ -96,7 +98,7 @@ class Leader:
 
 
 class Stuck(Exception):
-    """Ranks wait for one that failed or is gone: `answer` is still to be given, then the process has to end."""
+    """Ranks wait for one that failed or is gone: `answer` is still to be given, then the process must end."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__("ranks wait for a rank that failed or is gone")
@@ -116,7 +118,7 @@ class Collection:
             threading.Thread(target=self._read, args=(rank, peer), daemon=True).start()
 
     def claim(self) -> None:
-        """Takes the right to answer the harness; never returns when the watcher has it, who ends the process."""
+        """Takes the right to answer the harness; never returns when the watcher has it, which ends all."""
         with self._changed:
             self._changed.wait_for(lambda: not self._claimed)
             self._claimed = True
@@ -129,7 +131,7 @@ class Collection:
             return dict(self._answers)
 
     def has_failed_alone(self, grace_s: float) -> bool:
-        """Waits until rank 0 has come back or all others are well (false); true when one fails and rank 0 stays away."""
+        """Waits: true when another rank fails and rank 0 stays away, false when it is back or all are well."""
         with self._changed:
             self._changed.wait_for(lambda: self._claimed or self._is_decided())
             if self._claimed or not self._has_failure():
@@ -160,7 +162,7 @@ class Collection:
 
 
 def combine(own: Answer, others: dict[int, dict[str, Any]]) -> Answer:
-    """One answer of all: the first rank's error, else the first rank's refusal, else rank 0's answer with every rank's counts."""
+    """One answer of all: the first error by rank, else the first refusal, else rank 0's with all counts."""
     everyone = {0: own.fields, **others}
     for status in ("error", "unsupported"):
         for rank in sorted(everyone):
@@ -199,7 +201,9 @@ def _join(path: Path, folder: Path | None) -> Connection:
 
 
 def _of_rank(rank: int, fields: dict[str, Any]) -> Answer:
-    kept: dict[str, Any] = {key: fields[key] for key in ("status", "class", "reason", "text", "rank") if key in fields}
+    kept: dict[str, Any] = {
+        key: fields[key] for key in ("status", "class", "reason", "text", "rank") if key in fields
+    }
     for key in ("reason", "text"):
         if key in kept and rank > 0:
             kept[key] = f"rank {rank}: {kept[key]}"
@@ -209,8 +213,10 @@ def _of_rank(rank: int, fields: dict[str, Any]) -> Answer:
 
 
 def _watch(collection: Collection, send: Callable[[Answer], None]) -> None:
-    """While rank 0 works: when another rank fails and rank 0 doesn't come back, answers in its place and ends."""
+    """While rank 0 works: when another rank fails and rank 0 stays away, answers for it and ends."""
     if collection.has_failed_alone(GRACE_S):
         send(combine(Answer({"status": "ok"}), collection.wait(0)))
-        print("shardcheck: rank 0 waits for a rank that failed; the process ends", file=sys.stderr, flush=True)
+        print(
+            "shardcheck: rank 0 waits for a rank that failed; the process ends", file=sys.stderr, flush=True
+        )
         os._exit(1)

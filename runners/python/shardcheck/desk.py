@@ -35,7 +35,7 @@ class Answer:
 
 
 class Desk:
-    """Answers `validate`, `open`, `step` and `close` for one engine. Failures of the engine become answers."""
+    """Answers `validate`, `open`, `step` and `close` for one engine, whose failures become answers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -46,7 +46,12 @@ class Desk:
     def answer(self, message: Message) -> Answer:
         """The answer to a question; `ProtocolError` when the question itself breaks a rule."""
         kind = message.header["type"]
-        handle = {"validate": self._validate, "open": self._open, "step": self._step, "close": self._close}.get(kind)
+        handle = {
+            "validate": self._validate,
+            "open": self._open,
+            "step": self._step,
+            "close": self._close,
+        }.get(kind)
         if handle is None:
             raise ProtocolError(f"a message of unknown type {kind!r}")
         try:
@@ -131,7 +136,7 @@ class Desk:
         return Answer(fields, tensors)
 
     def _mind_outputs(self, kind: str, tensors: Mapping[str, Tensor]) -> None:
-        """Says on standard error, once, what the harness is going to object to; the verdict is the harness's."""
+        """Says on standard error, once, what the harness will object to; the verdict is the harness's."""
         contract = self._engine.operations[kind].contract
         out = tensors.get("out")
         attends = kind in ("decode", "verify", "draft", "context")
@@ -153,7 +158,7 @@ def unsupported(reason: str) -> Answer:
 
 
 def kind_of(operation: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
-    """Name of the operation, where a step's header doesn't say it: `attend` is `decode`, `verify` or `draft`."""
+    """Name of the operation where a header doesn't say it: `attend` is `decode`, `verify` or `draft`."""
     name = str(operation.get("operation"))
     if name == "attend_context":
         return "context"
@@ -165,10 +170,13 @@ def kind_of(operation: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:
     return "verify" if (starts[1:] - starts[:-1] > 1).any() else "decode"
 
 
-def arguments_for(method: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_for(
+    method: Any, tensors: Mapping[str, Tensor], parameters: Mapping[str, Any]
+) -> dict[str, Any]:
     """Keyword arguments of an operation's method: every tensor, and the parameters that its signature names.
 
-    `Unsupported` when it takes no tensor of a given name, `TypeError` when it asks for something that isn't there.
+    `Unsupported` when it takes no tensor of a given name, `TypeError` when it asks for something that isn't
+    there.
     """
     signature = inspect.signature(method).parameters.values()
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature):
@@ -212,7 +220,11 @@ def _failure(error: BaseException) -> Answer:
     if isinstance(error, SystemExit):
         summary = f"the engine asked the process to exit with {error.code!r}"
     tail = "".join(lines).rstrip().splitlines()[-_TRACEBACK_LINES:]
-    fields: dict[str, Any] = {"status": "error", "class": _class_of(error), "text": "\n".join([summary, *tail])}
+    fields: dict[str, Any] = {
+        "status": "error",
+        "class": _class_of(error),
+        "text": "\n".join([summary, *tail]),
+    }
     if isinstance(error, EngineError) and error.rank is not None:
         fields["rank"] = error.rank
     return Answer(fields)
@@ -237,6 +249,6 @@ def _counts(session: Session) -> list[int]:
 
 
 def _since(session: Session, before: list[int]) -> list[int]:
-    """What each rank here entered since `before`; nothing when this process has never counted for any of them."""
+    """What each rank here entered since `before`; nothing when this process has never counted for one."""
     now = _counts(session)
     return [after - earlier for after, earlier in zip(now, before)] if any(now) else []

@@ -1,8 +1,8 @@
 """Element types: their names, storage, and exact codecs of the 8- and 16-bit floats.
 
-Decoding is by table (every code of an 8- or 16-bit float is an f32 exactly). Encoding rounds to nearest, ties to even,
-once, from f64: a value that goes through f32 first may round twice. The formats are IEEE binary16, bfloat16, the OCP 8-bit
-formats E4M3 (`e4m3fn`) and E5M2, and `e4m3fnuz` (bias 8, no negative zero, one NaN).
+Decoding is by table (every code of an 8- or 16-bit float is an f32 exactly). Encoding rounds to nearest, ties
+to even, once, from f64: a value that goes through f32 first may round twice. The formats are IEEE binary16,
+bfloat16, the OCP 8-bit formats E4M3 (`e4m3fn`) and E5M2, and `e4m3fnuz` (bias 8, no negative zero, one NaN).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ OVERFLOW_POLICIES = (SATURATE, NON_FINITE)
 class FloatLayout:
     """Bit layout of a narrow float: widths in bits, the largest finite code, and how specials are written.
 
-    `specials` is `ieee` (infinities and NaNs), `nan_only` (no infinity, NaN is all ones behind either sign) or
-    `negative_zero_is_nan`.
+    `specials` is `ieee` (infinities and NaNs), `nan_only` (no infinity, NaN is all ones behind either sign)
+    or `negative_zero_is_nan`.
     """
 
     bits: int
@@ -44,7 +44,7 @@ class FloatLayout:
 
 @dataclass(frozen=True)
 class Dtype:
-    """One element type: its name here, its name in safetensors, the numpy type of its codes, and its layout when narrow."""
+    """One element type: names here and in safetensors, numpy type of its codes, layout if narrow."""
 
     name: str
     safetensors: str
@@ -103,16 +103,18 @@ def decode(name: str, codes: np.ndarray) -> np.ndarray:
 def encode(name: str, values: np.ndarray, overflow: str = NON_FINITE) -> np.ndarray:
     """Codes of values in an element type, rounded to nearest even once.
 
-    Beyond the largest finite value (judged after rounding) `saturate` gives that value, also for an infinity, and `non_finite`
-    an infinity, or NaN where the format has none. NaN becomes the quiet NaN without payload of the same sign. Integer types
-    take nearest even and saturate; NaN becomes 0.
+    Beyond the largest finite value (judged after rounding) `saturate` gives that value, also for an infinity,
+    and `non_finite` an infinity, or NaN where the format has none. NaN becomes the quiet NaN without payload
+    of the same sign. Integer types take nearest even and saturate; NaN becomes 0.
     """
     if overflow not in OVERFLOW_POLICIES:
         raise ValueError(f"unknown overflow policy {overflow!r}: use one of {', '.join(OVERFLOW_POLICIES)}")
     dtype = dtype_named(name)
     values = np.asarray(values)
     if dtype.layout is not None:
-        return np.asarray(_encode_narrow(dtype.layout, values.astype(np.float64), overflow)).astype(dtype.storage)
+        return np.asarray(_encode_narrow(dtype.layout, values.astype(np.float64), overflow)).astype(
+            dtype.storage
+        )
     if dtype.storage.kind == "f":
         with np.errstate(over="ignore"):
             rounded = values.astype(dtype.storage)

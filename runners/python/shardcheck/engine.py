@@ -1,4 +1,6 @@
-"""What an adapter derives from: `Engine` and `Session`, the reply of a step, and the failures that have a name."""
+"""What an adapter derives from: `Engine` and `Session`, the reply of a step, and the failures that have a
+name.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ class TimedOut(EngineError):
 class Reply:
     """Result of a step.
 
-    `outputs` holds numpy arrays, torch tensors or `Tensor`s by name, the first axis being the rank. `effective` says what really
-    ran (`comm_backend`, `route`, …). `collectives` counts how many each rank entered in this step, in rank order.
+    `outputs` holds numpy arrays, torch tensors or `Tensor`s by name, the first axis being the rank.
+    `effective` says what really ran (`comm_backend`, `route`, …). `collectives` counts how many each rank
+    entered in this step, in rank order.
     """
 
     outputs: Mapping[str, Any] = field(default_factory=dict)
@@ -57,10 +60,11 @@ class Reply:
 
 
 class Session:
-    """State of an engine between steps: a method for each operation that the engine declares, named as the operation.
+    """State of an engine between steps, with a method for each operation that the engine declares.
 
-    A method takes the operation's tensors as keyword arguments (`shardcheck explain operations` lists them), and its parameters
-    where its signature names them: `mask`, `chunk_budget_tokens`, `tile_tokens`. It returns outputs by name, or a `Reply`.
+    A method takes the operation's tensors as keyword arguments (`shardcheck explain operations` lists them),
+    and its parameters where its signature names them: `mask`, `chunk_budget_tokens`, `tile_tokens`. It
+    returns outputs by name, or a `Reply`.
     """
 
     def __init__(self, configuration: Configuration) -> None:
@@ -71,7 +75,7 @@ class Session:
 
 
 class Engine:
-    """An engine under test, one object a process. Options of the command line go to the constructor as text."""
+    """An engine under test, one object a process. Command-line options reach the constructor as text."""
 
     name: str = ""
     version: str = ""

@@ -1,7 +1,8 @@
 """Integers of the interleaved KV layout: who owns a position, where it lies, how much a rank holds.
 
-Formulas as published by ATOM (`dcp_ops.py`: owner, local index, local lengths) and vLLM (`cp_utils.py`: `cp_local_slot`). All take
-numbers or numpy arrays. W is the number of ranks of a group (`dcp`), S the interleave size, B the block size in tokens.
+Formulas as published by ATOM (`dcp_ops.py`: owner, local index, local lengths) and vLLM (`cp_utils.py`:
+`cp_local_slot`). All take numbers or numpy arrays. W is the number of ranks of a group (`dcp`), S the
+interleave size, B the block size in tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Layout:
         return rounds * self.interleave + np.clip(rest - member * self.interleave, 0, self.interleave)
 
     def positions(self, length: int, member: int) -> np.ndarray:
-        """Positions below `length` that rank `member` stores, ascending: the order in which they lie in its pages."""
+        """Positions below `length` that rank `member` stores, in the order in which they lie in its pages."""
         every = np.arange(length)
         return every[self.owner(every) == member]
 
@@ -55,7 +56,7 @@ class Layout:
         return position // self.virtual_block
 
     def slot(self, position: Any, block: Any) -> Any:
-        """Slot of a position on its owner, given the block of its table entry: block·B + local index mod B."""
+        """Slot of a position on its owner, given its table entry's block: block·B + local index mod B."""
         return block * self.block + self.local_index(position) % self.block
 
     def blocks_needed(self, length: Any) -> Any:

@@ -1,4 +1,6 @@
-"""From a word on the command line to an engine: import, options, the check of its declaration, hashes of its files."""
+"""From a word on the command line to an engine: import, options, the check of its declaration, hashes of its
+files.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,7 @@ def profile_of(engine: Engine) -> Profile:
 
 
 def session_type_of(engine: Engine) -> type | None:
-    """Class of the engine's sessions: `session_type`, else what `open` is annotated to return; None when neither tells."""
+    """Class of the sessions: `session_type`, else what `open` is annotated to return, else None."""
     if engine.session_type is not None:
         return engine.session_type
     try:
@@ -86,7 +88,10 @@ def check_methods(engine: Engine, session: type) -> list[str]:
     methods = {name for name in OPERATIONS if callable(getattr(session, name, None))}
     missing = [name for name in engine.operations if name not in methods]
     if missing:
-        raise LoadError(f"{type(engine).__name__} declares {', '.join(missing)}, but {session.__name__} has no such method")
+        raise LoadError(
+            f"{type(engine).__name__} declares {', '.join(missing)}, "
+            f"but {session.__name__} has no such method"
+        )
     return [name for name in OPERATIONS if name in methods and name not in engine.operations]
 
 

@@ -1,4 +1,6 @@
-"""What an engine declares of itself: operations, rounding contracts, conventions. Names are those of docs/protocol.md."""
+"""What an engine declares of itself: operations, rounding contracts, conventions. Names are those of
+docs/protocol.md.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,17 @@ class PerTile:
 
 @dataclass(frozen=True, kw_only=True)
 class Contract:
-    """How results are rounded: the only tolerance there is (docs/tolerance.md). A looser one than true hides faults.
+    """How results are rounded: the only tolerance there is (docs/tolerance.md).
 
-    `u_acc` is the unit roundoff of one accumulation (2^-24: f32 to nearest; 2^-23: a truncating matrix unit); `depth` the longest
-    chain of additions, `"any"` or `PerTile`; `kexp` the error of exp and log in ulp of f32; `tile_min` the fewest tokens between
-    two rescales of a running maximum; `p_dtype` what probabilities are rounded to (None: not at all); `p_floor` the floor of that
-    rounding; `exact_max` whether the largest probability is exactly 1; `l_rounded` whether the normaliser sums rounded
-    probabilities; `partial` the type of a rank's partial output; `merge` the arithmetic of the merge; `lse_rel` the relative error
-    of an LSE in transit; `output` the type of `out`.
+    One that is looser than the engine hides faults.
+
+    `u_acc` is the unit roundoff of one accumulation (2^-24: f32 to nearest; 2^-23: a truncating matrix unit);
+    `depth` the longest chain of additions, `"any"` or `PerTile`; `kexp` the error of exp and log in ulp of
+    f32; `tile_min` the fewest tokens between two rescales of a running maximum; `p_dtype` what probabilities
+    are rounded to (None: not at all); `p_floor` the floor of that rounding; `exact_max` whether the largest
+    probability is exactly 1; `l_rounded` whether the normaliser sums rounded probabilities; `partial` the
+    type of a rank's partial output; `merge` the arithmetic of the merge; `lse_rel` the relative error of an
+    LSE in transit; `output` the type of `out`.
     """
 
     u_acc: float
@@ -80,9 +85,15 @@ class Contract:
 
     @staticmethod
     def bf16(**fields: Any) -> Contract:
-        """A usual bf16 kernel: u 2^-23, tiles of 16, P in bf16, bf16 partials and output, rescales every 32 tokens."""
+        """A usual bf16 kernel: u 2^-23, `PerTile(16, 16)`; P, partials, output in bf16; tiles of 32."""
         usual = Contract(
-            u_acc=2.0**-23, depth=PerTile(16, 16), kexp=2.0, tile_min=32, p_dtype="bf16", partial="bf16", output="bf16"
+            u_acc=2.0**-23,
+            depth=PerTile(16, 16),
+            kexp=2.0,
+            tile_min=32,
+            p_dtype="bf16",
+            partial="bf16",
+            output="bf16",
         )
         return replace(usual, **fields)
 
@@ -114,10 +125,10 @@ class Contract:
 class Conventions:
     """What differs between engines and is no error.
 
-    `lse_base` (`e`, `two`) is the base of partial LSEs; `empty_partial` (`zero`, `undefined`) what a partial holds for a row
-    without tokens; `lane_orders` the lane orders that the packed exchange knows, none where LSEs travel as 32-bit;
-    `scale_rounding` (`divide`, `reciprocal`) how the cache scale is applied; `overflow` (`saturate`, `non_finite`) what the
-    cast to the cache does beyond its range.
+    `lse_base` (`e`, `two`) is the base of partial LSEs; `empty_partial` (`zero`, `undefined`) what a partial
+    holds for a row without tokens; `lane_orders` the lane orders that the packed exchange knows, none where
+    LSEs travel as 32-bit; `scale_rounding` (`divide`, `reciprocal`) how the cache scale is applied;
+    `overflow` (`saturate`, `non_finite`) what the cast to the cache does beyond its range.
     """
 
     lse_base: str = "e"
@@ -149,8 +160,8 @@ class Conventions:
 class Operation:
     """What holds for one operation.
 
-    `contract` is None for operations that move or count. `observables` are the optional outputs that replies will carry; `absent`
-    the outputs that this engine has nothing to say about.
+    `contract` is None for operations that move or count. `observables` are the optional outputs that replies
+    will carry; `absent` the outputs that this engine has nothing to say about.
     """
 
     contract: Contract | None = None

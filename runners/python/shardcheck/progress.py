@@ -38,7 +38,7 @@ class Progress:
     """The mapped file of `SHARDCHECK_PROGRESS`, and a count of this process for each rank."""
 
     def __init__(self, path: str | None) -> None:
-        """Maps the file; without one, counts are kept in this process alone. `ValueError` when it is another file."""
+        """Maps the file; without one, counts stay in this process. `ValueError` when it is another file."""
         self._map: mmap.mmap | None = None
         self._counts: dict[int, int] = {}
         self._records = RECORDS
@@ -46,17 +46,26 @@ class Progress:
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), 0)
             magic, version, self._records = struct.unpack_from("<4sII", self._map, 0)
-            if magic != MAGIC or version != VERSION or len(self._map) < HEAD_BYTES + self._records * RECORD_BYTES:
+            if (
+                magic != MAGIC
+                or version != VERSION
+                or len(self._map) < HEAD_BYTES + self._records * RECORD_BYTES
+            ):
                 raise ValueError(f"{path} is no progress file of version {VERSION}")
 
     def enter(self, what: str, rank: int | None = None) -> None:
-        """Counts `rank` (this process's own if None) up, and writes what it enters: at most 56 bytes of UTF-8 are kept."""
+        """Counts `rank` (by default this process's) up, and writes what it enters, cut to 56 bytes."""
         rank = process_rank() if rank is None else rank
         self._counts[rank] = self._counts.get(rank, 0) + 1
         if self._map is None or not 0 <= rank < self._records:
             return
         offset = HEAD_BYTES + rank * RECORD_BYTES
-        name = what.encode("utf-8")[:_NAME_BYTES].decode("utf-8", "ignore").encode("utf-8").ljust(_NAME_BYTES, b"\0")
+        name = (
+            what.encode("utf-8")[:_NAME_BYTES]
+            .decode("utf-8", "ignore")
+            .encode("utf-8")
+            .ljust(_NAME_BYTES, b"\0")
+        )
         self._map[offset + 8 : offset + RECORD_BYTES] = name
         # the count last: whoever sees it sees the name that belongs to it
         (before,) = struct.unpack_from("<Q", self._map, offset)

@@ -1,7 +1,7 @@
 """`Ranks`: a helper over torch.distributed for engines that run one process a rank.
 
-Every collective that goes through it counts in the progress record, so that the harness can name the rank it waits for. Data
-is moved as bytes: no backend rounds it, and every element type travels on every backend.
+Every collective that goes through it counts in the progress record, so that the harness can name the rank it
+waits for. Data is moved as bytes: no backend rounds it, and every element type travels on every backend.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardcheck.tensor import Tensor
 
 
 class Ranks:
-    """The processes of one job. `rank` and `count` are this process's and the job's; `device` is where its tensors lie."""
+    """The processes of one job: this one's `rank`, their `count`, and the `device` where its tensors lie."""
 
     def __init__(self, device: str = "cpu", group: Any = None) -> None:
         """Ranks of a process group of torch.distributed that is already there (the default group if None)."""
@@ -36,8 +36,9 @@ class Ranks:
     def join(backend: str | None = None) -> Ranks:
         """Joins the job that torchrun, mpirun or srun started; a process of its own is a job of one.
 
-        `backend` is `gloo` or `nccl` (which is RCCL on ROCm); without one, `nccl` where there is a GPU for each rank of the host.
-        A default group that exists already is taken as it is. `Unsupported` where torch has no such backend.
+        `backend` is `gloo` or `nccl` (which is RCCL on ROCm); without one, `nccl` where there is a GPU for
+        each rank of the host. A default group that exists already is taken as it is. `Unsupported` where
+        torch has no such backend.
         """
         import torch
         import torch.distributed as distributed
@@ -53,17 +54,19 @@ class Ranks:
             torch.cuda.set_device(local)
             device = f"cuda:{local}"
         if not distributed.is_initialized():
-            distributed.init_process_group(backend, init_method=_meeting_place(count), rank=rank, world_size=count)
+            distributed.init_process_group(
+                backend, init_method=_meeting_place(count), rank=rank, world_size=count
+            )
         return Ranks(device)
 
     def require(self, ranks: int) -> None:
-        """`Unsupported` unless the job has exactly `ranks` processes; call it in `open` with the session's `tp`."""
+        """`Unsupported` unless the job has exactly `ranks` processes: call it in `open` with `tp`."""
         if ranks != self.count:
             raise Unsupported(f"the session has {ranks} ranks, but {self.count} processes were started")
 
     @contextmanager
     def entering(self, what: str) -> Iterator[None]:
-        """Counts this rank up around a collective of the engine's own: `with ranks.entering("reduce_scatter"): …`."""
+        """Counts this rank up around a collective of the engine's own, such as `reduce_scatter`."""
         progress.enter(what, self.rank)
         yield
 
@@ -95,7 +98,7 @@ class Ranks:
         return received.view(mine.dtype).reshape(mine.shape)
 
     def reduce_scatter(self, tensor: Any) -> Any:
-        """Sum over ranks of entry `rank` of every rank's `[ranks, …]`, in the backend's order and the tensor's own dtype."""
+        """Sum of entry `rank` of every rank's `[ranks, …]`, in the order and dtype of the backend."""
         import torch
 
         mine = tensor.contiguous()
@@ -107,7 +110,8 @@ class Ranks:
     def gather(self, value: Any) -> Tensor | None:
         """Per-rank results on a leading rank axis, on rank 0; None on every other rank.
 
-        `value` is a numpy array, a torch tensor or a `shardcheck.Tensor`, of the same shape and dtype on every rank.
+        `value` is a numpy array, a torch tensor or a `shardcheck.Tensor`, of the same shape and dtype on
+        every rank.
         """
         import torch
 
@@ -124,7 +128,7 @@ class Ranks:
 
 
 def _meeting_place(count: int) -> str:
-    """Where processes find each other: torchrun says it in the environment, other launchers get a file beside the payloads."""
+    """Where processes find each other: torchrun says it, other launchers get a file beside the payloads."""
     if "MASTER_ADDR" in os.environ:
         return "env://"
     folder = os.environ.get("SHARDCHECK_FOLDER")

@@ -1,7 +1,8 @@
 """Images of safetensors files, read and written with numpy alone.
 
-The format: eight bytes of header length (little-endian), a JSON object that maps each name to `dtype`, `shape` and
-`data_offsets`, then the data, without gaps. https://github.com/huggingface/safetensors describes it.
+The format: eight bytes of header length (little-endian), a JSON object that maps each name to `dtype`,
+`shape` and `data_offsets`, then the data, without gaps. https://github.com/huggingface/safetensors describes
+it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class FormatError(Exception):
 def parse(image: memoryview) -> dict[str, Tensor]:
     """Tensors by name, as views of `image` (a copy where an element would not be aligned).
 
-    `FormatError` says which rule is broken: a header that is short or no JSON, an unknown dtype, a shape and a range of bytes
-    that disagree, ranges that overlap, leave gaps or end elsewhere than the image.
+    `FormatError` says which rule is broken: a header that is short or no JSON, an unknown dtype, a shape and
+    a range of bytes that disagree, ranges that overlap, leave gaps or end elsewhere than the image.
     """
     total = len(image)
     if total < 8:
@@ -46,7 +47,9 @@ def parse(image: memoryview) -> dict[str, Tensor]:
     end = 0
     for name, _, _, (start, stop) in sorted(entries, key=lambda entry: entry[3]):
         if start != end:
-            raise FormatError(f"tensor {name!r} starts at byte {start} of the data, but the one before ends at {end}")
+            raise FormatError(
+                f"tensor {name!r} starts at byte {start} of the data, but the one before ends at {end}"
+            )
         end = stop
     data = image[8 + length :]
     if end != len(data):
@@ -55,7 +58,7 @@ def parse(image: memoryview) -> dict[str, Tensor]:
 
 
 def parts(tensors: Mapping[str, Tensor]) -> tuple[int, list[Any]]:
-    """Byte count and pieces, in order, of the image of `tensors`. Wide elements come first, so that all are aligned."""
+    """Byte count and pieces, in order, of the image of `tensors`; wide elements first, so all are aligned."""
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].codes.itemsize, item[0]))
     header: dict[str, Any] = {}
     pieces: list[Any] = []
@@ -63,7 +66,11 @@ def parts(tensors: Mapping[str, Tensor]) -> tuple[int, list[Any]]:
     for name, tensor in ordered:
         array = np.ascontiguousarray(tensor.codes)
         dtype = DTYPES[tensor.dtype].safetensors
-        header[name] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": [offset, offset + array.nbytes]}
+        header[name] = {
+            "dtype": dtype,
+            "shape": list(tensor.shape),
+            "data_offsets": [offset, offset + array.nbytes],
+        }
         offset += array.nbytes
         if array.nbytes:
             pieces.append(array.reshape(-1).view(np.uint8).data)
@@ -82,12 +89,16 @@ def _entry(name: str, entry: Any) -> tuple[Dtype, list[int], tuple[int, int]]:
         raise FormatError(f"the entry of tensor {name!r} is no JSON object")
     dtype = _BY_SAFETENSORS.get(entry.get("dtype", ""))
     if dtype is None:
-        raise FormatError(f"tensor {name!r} has dtype {entry.get('dtype')!r}: known are {', '.join(_BY_SAFETENSORS)}")
+        raise FormatError(
+            f"tensor {name!r} has dtype {entry.get('dtype')!r}: known are {', '.join(_BY_SAFETENSORS)}"
+        )
     shape, span = _counts(entry.get("shape")), _counts(entry.get("data_offsets"))
     if shape is None:
         raise FormatError(f"tensor {name!r} has shape {entry.get('shape')!r}, which is no list of counts")
     if span is None or len(span) != 2 or span[0] > span[1]:
-        raise FormatError(f"tensor {name!r} has data_offsets {entry.get('data_offsets')!r}: give start and end")
+        raise FormatError(
+            f"tensor {name!r} has data_offsets {entry.get('data_offsets')!r}: give start and end"
+        )
     needed = dtype.size_bytes
     for extent in shape:
         needed *= extent

@@ -1,4 +1,6 @@
-"""`Tensor`: a named element type over raw codes, possibly strided; the only thing that travels to and from an engine."""
+"""`Tensor`: a named element type over raw codes, possibly strided; the only thing that travels to and from an
+engine.
+"""
 
 from __future__ import annotations
 
@@ -41,14 +43,14 @@ _TORCH_NAMES = {
 class Tensor:
     """An array of `dtype` elements.
 
-    `codes` is the numpy array of raw codes: `uint16` for `bf16` and `f16`, `uint8` for the 8-bit floats, the natural numpy type
-    otherwise. It may be a strided view.
+    `codes` is the numpy array of raw codes: `uint16` for `bf16` and `f16`, `uint8` for the 8-bit floats, the
+    natural numpy type otherwise. It may be a strided view.
     """
 
     __slots__ = ("_dtype", "codes")
 
     def __init__(self, dtype: str, codes: np.ndarray) -> None:
-        """A tensor over `codes`, not copied; `TypeError` when the array isn't of the storage type of `dtype`."""
+        """A tensor over `codes`, not copied; `TypeError` when they aren't of the storage type of `dtype`."""
         self._dtype: Dtype = dtype_named(dtype)
         if not isinstance(codes, np.ndarray) or codes.dtype != self._dtype.storage:
             found = getattr(codes, "dtype", type(codes).__name__)
@@ -72,12 +74,16 @@ class Tensor:
             array = np.asarray(value)
             name = _FROM_NUMPY.get(array.dtype.name)
             if name is None:
-                raise TypeError(f"no dtype for an array of {array.dtype}: use one of {', '.join(_FROM_NUMPY)}")
+                raise TypeError(
+                    f"no dtype for an array of {array.dtype}: use one of {', '.join(_FROM_NUMPY)}"
+                )
             storage = DTYPES[name].storage
             if array.dtype.byteorder == ">":
                 array = array.astype(array.dtype.newbyteorder("<"))
             return Tensor(name, array if array.dtype == storage else array.view(storage))
-        raise TypeError(f"an output is a numpy array, a torch tensor or a shardcheck.Tensor, not {type(value).__name__}")
+        raise TypeError(
+            f"an output is a numpy array, a torch tensor or a shardcheck.Tensor, not {type(value).__name__}"
+        )
 
     @property
     def dtype(self) -> str:
@@ -95,7 +101,7 @@ class Tensor:
         return tuple(stride // self._dtype.size_bytes for stride in self.codes.strides)
 
     def numpy(self) -> np.ndarray:
-        """Values: f32 for 8- and 16-bit floats (exact, a new array), else the codes themselves, strides and all."""
+        """Values: f32 for 8- and 16-bit floats (exact, a new array), else the codes themselves."""
         return decode(self.dtype, self.codes)
 
     def torch(self, device: str = "cpu") -> Any:
@@ -113,7 +119,9 @@ class Tensor:
         if self.codes.size == 0:
             return torch.empty_strided(self.shape, self.strides, dtype=target, device=device)
         flat = np.lib.stride_tricks.as_strided(self.codes, (span,), (self._dtype.size_bytes,))
-        return torch.from_numpy(flat.view(carrier)).view(target).to(device).as_strided(self.shape, self.strides)
+        return (
+            torch.from_numpy(flat.view(carrier)).view(target).to(device).as_strided(self.shape, self.strides)
+        )
 
     def to_bytes(self) -> bytes:
         """Elements in row-major order, little-endian."""
@@ -137,7 +145,9 @@ def _of_torch(torch: Any, value: Any) -> Tensor:
     names = {getattr(torch, name): ours for ours, name in _TORCH_NAMES.items() if hasattr(torch, name)}
     name = names.get(value.dtype)
     if name is None:
-        raise TypeError(f"no dtype for a torch tensor of {value.dtype}: use one of {', '.join(map(str, names))}")
+        raise TypeError(
+            f"no dtype for a torch tensor of {value.dtype}: use one of {', '.join(map(str, names))}"
+        )
     storage = DTYPES[name].storage
     carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.itemsize]
     array = value.detach().to("cpu").contiguous().view(carrier).numpy()

@@ -1,4 +1,6 @@
-"""The wire of docs/protocol.md: frames over a local socket, large payloads through files in shared memory, strided views."""
+"""The wire of docs/protocol.md: frames over a local socket, large payloads through files in shared memory,
+strided views.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class ProtocolError(Exception):
 
 @dataclass
 class Input:
-    """One input: the tensor that the engine gets, and the flat bytes behind it, as they came and as the engine sees them."""
+    """One input: what the engine gets, and the flat bytes behind it, as they came and as they are seen."""
 
     tensor: Tensor
     came: np.ndarray
@@ -53,14 +55,14 @@ class Input:
 
 @dataclass
 class Message:
-    """A frame that came in: its header, and its payload twice, as it came and as a copy that an engine may spoil."""
+    """A frame that came in: its header, and its payload twice, as it came and as a copy to be spoilt."""
 
     header: dict[str, Any]
     came: memoryview
     copy: memoryview
 
     def inputs(self) -> dict[str, Input]:
-        """The tensors of the payload, strided views made; `ProtocolError` when they don't hold what the header says."""
+        """The tensors of the payload, strided views made; `ProtocolError` when they don't fit the header."""
         if len(self.came) == 0:
             return {}
         try:
@@ -75,7 +77,9 @@ class Message:
             found[name] = Input(view, _flat_bytes(came[name]), flat)
         missing = ", ".join(name for name in strided if name not in found)
         if missing:
-            raise ProtocolError(f"the header has strided views of tensors that are not in the payload: {missing}")
+            raise ProtocolError(
+                f"the header has strided views of tensors that are not in the payload: {missing}"
+            )
         return found
 
 
@@ -85,7 +89,7 @@ class Connection:
     _serial = itertools.count()
 
     def __init__(self, peer: socket.socket, folder: Path | None) -> None:
-        """A connection over a connected socket; `folder` is where large payloads lie, None when there is no such place."""
+        """A connection over a connected socket; `folder` is where large payloads lie, if anywhere."""
         self._socket = peer
         self._folder = folder
 
@@ -96,7 +100,8 @@ class Connection:
     def receive(self) -> Message | None:
         """The next message, or None when the peer has closed the socket between two frames.
 
-        `ProtocolError` names the rule that a frame broke. A file that a message names is gone from the folder afterwards.
+        `ProtocolError` names the rule that a frame broke. A file that a message names is gone from the folder
+        afterwards.
         """
         head = bytearray(_HEAD.size)
         count = self._fill(memoryview(head))
@@ -108,7 +113,9 @@ class Connection:
         if magic != MAGIC:
             raise ProtocolError(f"a frame starts with {bytes(magic)!r} instead of {MAGIC!r}")
         if not MIN_HEADER_BYTES <= header_bytes <= MAX_HEADER_BYTES:
-            raise ProtocolError(f"a header of {header_bytes} bytes: it has {MIN_HEADER_BYTES} to {MAX_HEADER_BYTES}")
+            raise ProtocolError(
+                f"a header of {header_bytes} bytes: it has {MIN_HEADER_BYTES} to {MAX_HEADER_BYTES}"
+            )
         if payload_bytes > MAX_PAYLOAD_BYTES:
             raise ProtocolError(f"a payload of {payload_bytes} bytes: it has at most {MAX_PAYLOAD_BYTES}")
         header = _parse_header(self._exactly(header_bytes, "header"))
@@ -120,7 +127,7 @@ class Connection:
         return self._map(header)
 
     def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Sends a message; tensors of more than `INLINE_BYTES` in all go through a file where there is a folder."""
+        """Sends a message; more than `INLINE_BYTES` of tensors go through a file where there is a folder."""
         if not tensors:
             self._send_frame(header, 0, [])
             return

@@ -1,4 +1,6 @@
-"""A launcher as plain as can be: `launch.py COUNT -m MODULE …` starts that many processes, and ends as rank 0 does."""
+"""A launcher as plain as can be: `launch.py COUNT -m MODULE …` starts that many processes, and ends as rank 0
+does.
+"""
 
 import os
 import subprocess
@@ -7,7 +9,8 @@ import sys
 count, words = int(sys.argv[1]), sys.argv[2:]
 world = {"WORLD_SIZE": str(count)}
 processes = [
-    subprocess.Popen([sys.executable, *words], env={**os.environ, **world, "RANK": str(rank)}) for rank in range(count)
+    subprocess.Popen([sys.executable, *words], env={**os.environ, **world, "RANK": str(rank)})
+    for rank in range(count)
 ]
 code = processes[0].wait()
 for process in processes[1:]:

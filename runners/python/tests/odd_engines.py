@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 import shardcheck
-from shardcheck import Contract, Operation, Tensor, progress
+from shardcheck import Contract, Operation, progress
 
 
 class EchoSession(shardcheck.Session):
@@ -19,7 +19,12 @@ class EchoSession(shardcheck.Session):
     def pack_lse(self, lse, **others):
         """The tensor as it is seen, its strides, and the sum of its values."""
         values = lse.numpy()
-        return {"same": lse, "strides": np.array(lse.strides), "sum": values.astype(np.float64).sum()[None], **others}
+        return {
+            "same": lse,
+            "strides": np.array(lse.strides),
+            "sum": values.astype(np.float64).sum()[None],
+            **others,
+        }
 
     def layout(self, seq_lens, query_start_loc, block_table):
         """Spoils its inputs."""
@@ -48,7 +53,9 @@ class EchoSession(shardcheck.Session):
             lambda: (_ for _ in ()).throw(shardcheck.Unsupported("no kernel for three rows")),
             lambda: (_ for _ in ()).throw(shardcheck.DeviceLost("the driver says no")),
             lambda: (_ for _ in ()).throw(shardcheck.TimedOut("gave rank 1 up", rank=1)),
-            lambda: (_ for _ in ()).throw(RuntimeError("CUDA error: an illegal memory access was encountered")),
+            lambda: (_ for _ in ()).throw(
+                RuntimeError("CUDA error: an illegal memory access was encountered")
+            ),
             lambda: {"out": [1, 2]},
             lambda: 7,
         ]

@@ -1,4 +1,6 @@
-"""A peer that plays the harness over a socket. It frames by itself, so that no mistake of the SDK's is made on both sides."""
+"""A peer that plays the harness over a socket. It frames by itself, so that no mistake of the SDK's is made
+on both sides.
+"""
 
 import contextlib
 import json
@@ -46,13 +48,19 @@ class Ended(Exception):
 class Harness:
     """Listens, starts an adapter, and asks it."""
 
-    def __init__(self, words: list[str], launcher: list[str] | None = None, environment: dict[str, str] | None = None):
-        self._temporary = tempfile.TemporaryDirectory(prefix="shardcheck-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+    def __init__(
+        self, words: list[str], launcher: list[str] | None = None, environment: dict[str, str] | None = None
+    ):
+        self._temporary = tempfile.TemporaryDirectory(
+            prefix="shardcheck-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None
+        )
         self.folder = Path(self._temporary.name) / "payloads"
         self.folder.mkdir()
         address = Path(self._temporary.name) / "harness.sock"
         self.progress_path = Path(self._temporary.name) / "progress"
-        self.progress_path.write_bytes(struct.pack("<4sII", b"SCKP", 1, 1024).ljust(64, b"\0") + bytes(1024 * 64))
+        self.progress_path.write_bytes(
+            struct.pack("<4sII", b"SCKP", 1, 1024).ljust(64, b"\0") + bytes(1024 * 64)
+        )
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(address))
         self._listener.listen(1)
@@ -108,7 +116,9 @@ class Harness:
         self.send({"type": "welcome", "protocol": 1})
         return hello
 
-    def ask(self, header: dict, tensors: dict[str, Tensor] | None = None, via_file: bool = False) -> tuple[dict, dict[str, Tensor]]:
+    def ask(
+        self, header: dict, tensors: dict[str, Tensor] | None = None, via_file: bool = False
+    ) -> tuple[dict, dict[str, Tensor]]:
         """Asks a question and waits for its reply."""
         self._id += 1
         self.send({**header, "id": self._id}, tensors, via_file)
@@ -118,15 +128,27 @@ class Harness:
 
     def open(self, session: int = 1, **changes: object) -> dict:
         """Opens a session."""
-        return self.ask({"type": "open", "session": session, "configuration": {**CONFIGURATION, **changes}})[0]
+        return self.ask({"type": "open", "session": session, "configuration": {**CONFIGURATION, **changes}})[
+            0
+        ]
 
-    def step(self, kind: str, tensors: dict[str, Tensor] | None = None, session: int = 1, via_file: bool = False, **more):
+    def step(
+        self,
+        kind: str,
+        tensors: dict[str, Tensor] | None = None,
+        session: int = 1,
+        via_file: bool = False,
+        **more,
+    ):
         """Performs an operation by the name of its kind."""
         operation = {"operation": kind}
         if kind in ("decode", "verify", "draft"):
             operation = {"operation": "attend", "mask": "bidirectional" if kind == "draft" else "causal"}
         if kind == "context":
-            operation = {"operation": "attend_context", "chunk_budget_tokens": more.pop("chunk_budget_tokens")}
+            operation = {
+                "operation": "attend_context",
+                "chunk_budget_tokens": more.pop("chunk_budget_tokens"),
+            }
         header = {"type": "step", "session": session, "operation": operation, "kind": kind, **more}
         return self.ask(header, tensors, via_file)
 
@@ -172,7 +194,10 @@ class Harness:
 
     def record(self, rank: int) -> tuple[int, str]:
         """Count and name in the progress record of a rank."""
-        with open(self.progress_path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        with (
+            open(self.progress_path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+        ):
             start = 64 + 64 * rank
             (count,) = struct.unpack_from("<Q", content, start)
             return count, content[start + 8 : start + 64].rstrip(b"\0").decode()

@@ -14,7 +14,9 @@ class SeveralSession(shardcheck.Session):
     """Does on each rank what `seq_lens[0]` says; no rank needs another."""
 
     def layout(self, seq_lens, query_start_loc, block_table):
-        """0: well; 1, 2: rank 1 fails or refuses while rank 0 answers; 3: rank 0 fails, rank 1 stays; 4: rank 0 stays.
+        """0: well; 1, 2: rank 1 fails or refuses while rank 0 answers.
+
+        3: rank 0 fails and rank 1 stays; 4: rank 1 fails and rank 0 stays.
 
         5: the process of rank 1 ends.
         """

@@ -40,7 +40,9 @@ class Handshake(unittest.TestCase):
         profile = hello["profile"]
         self.assertEqual((profile["engine"], profile["version"], profile["revision"]), ("echo", "0.0", "abc"))
         self.assertEqual(profile["devices"], ["sweet", "3"])
-        self.assertEqual((profile["own_steps"], profile["replaced"]), (["nothing of its own"], ["everything"]))
+        self.assertEqual(
+            (profile["own_steps"], profile["replaced"]), (["nothing of its own"], ["everything"])
+        )
         self.assertEqual(profile["rule_sets"], [])
         self.assertEqual(set(profile["files"]), {"odd_engines.py", "numpy/__init__.py", "tests/peer.py"})
         self.assertTrue(all(len(digest) == 64 for digest in profile["files"].values()))
@@ -77,7 +79,15 @@ class Handshake(unittest.TestCase):
         with Harness(ECHO) as harness:
             harness.start()
             harness.open()
-            harness.send({"type": "step", "id": 2, "session": 1, "operation": {"operation": "attend", "mask": "bidirectional"}}, batch(1))
+            harness.send(
+                {
+                    "type": "step",
+                    "id": 2,
+                    "session": 1,
+                    "operation": {"operation": "attend", "mask": "bidirectional"},
+                },
+                batch(1),
+            )
             harness.wait_for_record(1, 2)
             harness.process.send_signal(signal.SIGTERM)
             self.assertEqual(harness.exit_code(), 0)
@@ -120,7 +130,15 @@ class BadFrames(unittest.TestCase):
             with self.subTest(name), Harness(ECHO) as harness:
                 harness.start()
                 harness.open()
-                harness.send({"type": "step", "id": 2, "session": 1, "operation": {"operation": "pack_lse"}, "file": name})
+                harness.send(
+                    {
+                        "type": "step",
+                        "id": 2,
+                        "session": 1,
+                        "operation": {"operation": "pack_lse"},
+                        "file": name,
+                    }
+                )
                 self.assertEqual(harness.exit_code(), 1)
                 self.assertIn("file", harness.log())
                 self.assertTrue((harness.folder.parent / "harness.sock").exists())
@@ -192,7 +210,9 @@ class Questions(unittest.TestCase):
     def test_outputs_go_inline_when_the_folder_takes_nothing(self):
         self.harness.open()
         os.rename(self.harness.folder, f"{self.harness.folder}-gone")
-        reply, outputs = self.harness.step("load_cache", {"key_cache": Tensor("u8", np.ones(1 << 20, np.uint8))})
+        reply, outputs = self.harness.step(
+            "load_cache", {"key_cache": Tensor("u8", np.ones(1 << 20, np.uint8))}
+        )
         self.assertNotIn("file", reply)
         self.assertEqual(outputs["twice"].shape, (2 << 20,))
 
@@ -260,7 +280,12 @@ class Questions(unittest.TestCase):
 
     def test_a_rank_that_waits_is_seen_in_the_progress_record(self):
         self.harness.open()
-        header = {"type": "step", "session": 1, "operation": {"operation": "attend", "mask": "bidirectional"}, "kind": "draft"}
+        header = {
+            "type": "step",
+            "session": 1,
+            "operation": {"operation": "attend", "mask": "bidirectional"},
+            "kind": "draft",
+        }
         self.harness.send({**header, "id": 2}, batch(1))
         self.assertEqual(self.harness.wait_for_record(1, 2), "all_to_all partials")
         self.assertEqual(self.harness.record(0), (1, "all_gather query"))
@@ -299,7 +324,13 @@ class CommandLine(unittest.TestCase):
     def test_help_needs_no_harness_and_shows_how_to_start(self):
         shown = run_command("--help")
         self.assertEqual(shown.returncode, 0)
-        for words in ("exec:'python3 -m shardcheck.adapter", "torchrun", "--OPTION VALUE", "SHARDCHECK_FOLDER", "89"):
+        for words in (
+            "exec:'python3 -m shardcheck.adapter",
+            "torchrun",
+            "--OPTION VALUE",
+            "SHARDCHECK_FOLDER",
+            "89",
+        ):
             self.assertIn(words, shown.stdout)
 
     def test_the_profile_can_be_looked_at_without_a_harness(self):

@@ -54,7 +54,13 @@ class Decoding(unittest.TestCase):
         np.testing.assert_array_equal(decode("bf16", codes), by_bits)
 
     def test_the_largest_values_are_those_of_the_formats(self):
-        largest = {"f16": 65504.0, "bf16": 2.0**128 - 2.0**120, "e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
+        largest = {
+            "f16": 65504.0,
+            "bf16": 2.0**128 - 2.0**120,
+            "e4m3fn": 448.0,
+            "e4m3fnuz": 240.0,
+            "e5m2": 57344.0,
+        }
         for name, value in largest.items():
             self.assertEqual(decode(name, all_codes(name))[DTYPES[name].layout.max_code], value)
 
@@ -83,6 +89,7 @@ class Encoding(unittest.TestCase):
             middle = (values[:-1] + values[1:]) / 2
             even = np.where(low % 2 == 0, low, low + 1)
             for sign, bit in ((1, 0), (-1, DTYPES[name].layout.sign_mask)):
+
                 def code(magnitude):
                     signed = magnitude | bit
                     return np.where(magnitude == 0, 0, signed) if name == "e4m3fnuz" else signed
@@ -95,7 +102,10 @@ class Encoding(unittest.TestCase):
     def test_beyond_the_largest_value_the_policy_decides(self):
         for name in NARROW:
             layout = DTYPES[name].layout
-            step = float(decode(name, all_codes(name))[layout.max_code] - decode(name, all_codes(name))[layout.max_code - 1])
+            step = float(
+                decode(name, all_codes(name))[layout.max_code]
+                - decode(name, all_codes(name))[layout.max_code - 1]
+            )
             largest = float(decode(name, all_codes(name))[layout.max_code])
             tie = largest + step / 2
             # the tie goes to the missing code beyond when the largest code is odd
@@ -113,7 +123,12 @@ class Encoding(unittest.TestCase):
             self.assertEqual(decode(name, encode(name, np.array([inside]), NON_FINITE))[0], largest)
 
     def test_nans_become_the_quiet_nan_of_their_sign(self):
-        expected = {"f16": (0x7E00, 0xFE00), "bf16": (0x7FC0, 0xFFC0), "e4m3fn": (0x7F, 0xFF), "e4m3fnuz": (0x80, 0x80)}
+        expected = {
+            "f16": (0x7E00, 0xFE00),
+            "bf16": (0x7FC0, 0xFFC0),
+            "e4m3fn": (0x7F, 0xFF),
+            "e4m3fnuz": (0x80, 0x80),
+        }
         expected["e5m2"] = (0x7E, 0xFE)
         for name, codes in expected.items():
             seen = encode(name, np.array([np.nan, -np.nan]))
@@ -153,8 +168,13 @@ class Encoding(unittest.TestCase):
             layout = DTYPES[name].layout
             values = bits.view(np.float32)
             # the random exponents of f32 miss a narrow range: half of the values get one inside
-            low, high = layout.min_exponent - layout.mantissa_bits - 2, int(np.log2(decode(name, all_codes(name))[layout.max_code]))
-            inside = np.ldexp(generator.uniform(1, 2, 1 << 20), generator.integers(low, high, 1 << 20)).astype(np.float32)
+            low, high = (
+                layout.min_exponent - layout.mantissa_bits - 2,
+                int(np.log2(decode(name, all_codes(name))[layout.max_code])),
+            )
+            inside = np.ldexp(
+                generator.uniform(1, 2, 1 << 20), generator.integers(low, high, 1 << 20)
+            ).astype(np.float32)
             values = np.concatenate([values, inside, -inside])
             values = values[np.abs(values) <= float(decode(name, all_codes(name))[layout.max_code])]
             self.assertGreater(len(values), 1 << 20)

@@ -22,7 +22,13 @@ class Scene:
 
     def __init__(self, seed: int, lens: list[int], new: list[int], **changes: object):
         self.generator = np.random.default_rng(seed)
-        self.json = {**CONFIGURATION, "attention": ATTENTIONS["mla"], "blocks": 16, "heads_per_rank": 2, **changes}
+        self.json = {
+            **CONFIGURATION,
+            "attention": ATTENTIONS["mla"],
+            "blocks": 16,
+            "heads_per_rank": 2,
+            **changes,
+        }
         self.configuration = Configuration.from_json(self.json)
         self.layout = Layout.of(self.configuration)
         self.lens, self.new = lens, new
@@ -34,7 +40,9 @@ class Scene:
             self.table[request, :count] = [blocks.pop() for _ in range(count)]
         c = self.configuration
         self.keys = [self.drawn(n, c.kv_heads, c.qk_dim) for n in lens]
-        self.own_values = None if c.attention.is_mla else [self.drawn(n, c.kv_heads, c.value_dim) for n in lens]
+        self.own_values = (
+            None if c.attention.is_mla else [self.drawn(n, c.kv_heads, c.value_dim) for n in lens]
+        )
         self.query = self.drawn(int(self.starts[-1]), c.total_heads, c.qk_dim)
 
     def drawn(self, *shape: int) -> Tensor:
@@ -48,7 +56,9 @@ class Scene:
         inputs = {
             "key": pad(join(self.keys)),
             "positions": Tensor("i64", np.concatenate([*map(np.arange, counts), [0]]).astype(np.int64)),
-            "requests": Tensor("i32", np.concatenate([np.repeat(np.arange(len(counts)), counts), [-1]]).astype(np.int32)),
+            "requests": Tensor(
+                "i32", np.concatenate([np.repeat(np.arange(len(counts)), counts), [-1]]).astype(np.int32)
+            ),
             "block_table": Tensor("i32", self.table),
         }
         if self.own_values is not None:
@@ -78,8 +88,12 @@ class Scene:
         share = c.gathered_heads // c.kv_heads
         for request, length in enumerate(self.lens):
             keys = self.held(self.keys[request])
-            values = keys[..., : c.value_dim] if self.own_values is None else self.held(self.own_values[request])
-            for row, head in itertools.product(range(self.starts[request], self.starts[request + 1]), range(c.total_heads)):
+            values = (
+                keys[..., : c.value_dim] if self.own_values is None else self.held(self.own_values[request])
+            )
+            for row, head in itertools.product(
+                range(self.starts[request], self.starts[request + 1]), range(c.total_heads)
+            ):
                 seen = length - (self.starts[request + 1] - row) + 1 if causal else length
                 kv_head = head % c.gathered_heads // share
                 scores = keys[:seen, kv_head] @ query[row, head] * c.softmax_scale
@@ -102,7 +116,17 @@ def scenes() -> list[Scene]:
         Scene(1, lens, new, tp=1, dcp=1),
         Scene(2, lens, new, tp=4, dcp=2, comm_backend="ag_rs"),
         Scene(3, lens, new, tp=3, dcp=3, interleave=2, attention=ATTENTIONS["gqa"]),
-        Scene(4, lens, new, tp=4, dcp=4, interleave=4, kv_dtype="e4m3fn", kv_scale=0.0625, query_replication=True),
+        Scene(
+            4,
+            lens,
+            new,
+            tp=4,
+            dcp=4,
+            interleave=4,
+            kv_dtype="e4m3fn",
+            kv_scale=0.0625,
+            query_replication=True,
+        ),
         Scene(5, lens, new, tp=6, dcp=3, kv_dtype="e5m2", attention=ATTENTIONS["gqa"], comm_backend="ag_rs"),
     ]
 
@@ -144,7 +168,10 @@ class PlainTorch(unittest.TestCase):
 class NumpyDcp(unittest.TestCase):
     def test_attention_is_that_of_all_tokens_at_once(self):
         for scene in scenes():
-            with self.subTest(scene.json), Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness:
+            with (
+                self.subTest(scene.json),
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+            ):
                 harness.start()
                 self.assertEqual(harness.open(**scene.json)["status"], "ok")
                 self.assertEqual(harness.step("write_kv", scene.write(scene.lens))[0]["status"], "ok")
@@ -159,15 +186,20 @@ class NumpyDcp(unittest.TestCase):
 
     def test_a_context_in_chunks_and_new_tokens_are_one_attention(self):
         for scene in scenes():
-            # what was rounded to 8 bits in the cache comes unrounded as a new token, so only 16-bit caches compare
+            # what an 8-bit cache rounds comes unrounded as a new token: only 16-bit caches compare
             if scene.configuration.kv_dtype != "bf16":
                 continue
-            with self.subTest(scene.json), Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness:
+            with (
+                self.subTest(scene.json),
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+            ):
                 harness.start()
                 harness.open(**scene.json)
                 cached = [length - count for length, count in zip(scene.lens, scene.new)]
                 harness.step("write_kv", scene.write(cached))
-                tails = lambda parts: Tensor("bf16", np.concatenate([p.codes[n:] for p, n in zip(parts, cached)]))
+                tails = lambda parts: Tensor(
+                    "bf16", np.concatenate([p.codes[n:] for p, n in zip(parts, cached)])
+                )
                 inputs = {
                     "query": scene.query,
                     "key": tails(scene.keys),
@@ -233,7 +265,9 @@ class NumpyDcp(unittest.TestCase):
                 harness.open(comm_backend=backend)
                 out = np.array([[[[1.0], [nan]]], [[[nan], [nan]]]], np.float32)
                 lse = np.array([[[0.5, -inf]], [[-inf, -inf]]], np.float32)
-                _, merged = harness.step("merge_partials", {"partial_out": Tensor("f32", out), "partial_lse": Tensor("f32", lse)})
+                _, merged = harness.step(
+                    "merge_partials", {"partial_out": Tensor("f32", out), "partial_lse": Tensor("f32", lse)}
+                )
                 np.testing.assert_array_equal(merged["out"].codes.ravel(), [1.0, 0.0])
                 np.testing.assert_array_equal(merged["lse"].codes.ravel(), np.array([0.5, -inf], np.float32))
 

@@ -9,8 +9,9 @@ from shardcheck.profile import OPERATIONS
 from tests.peer import CONFIGURATION
 
 CONTRACT_FIELDS = {
-    "u_acc", "depth", "kexp", "tile_min", "p_floor", "exact_max", "l_rounded", "partial", "merge", "lse_rel", "output",
-}  # fmt: skip
+    *("u_acc", "depth", "kexp", "tile_min", "p_floor", "exact_max", "l_rounded"),
+    *("partial", "merge", "lse_rel", "output"),
+}
 
 
 class Declarations(unittest.TestCase):

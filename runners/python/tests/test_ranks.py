@@ -16,7 +16,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "
 
 def layout(what: int) -> dict[str, Tensor]:
     """Inputs whose first length says what happens."""
-    return {"seq_lens": i32(what, 7), "query_start_loc": i32(0, 1, 2), "block_table": Tensor("i32", np.ones((2, 2), np.int32))}
+    return {
+        "seq_lens": i32(what, 7),
+        "query_start_loc": i32(0, 1, 2),
+        "block_table": Tensor("i32", np.ones((2, 2), np.int32)),
+    }
 
 
 class TwoProcesses(unittest.TestCase):

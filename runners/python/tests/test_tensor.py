@@ -81,7 +81,9 @@ class Tensors(unittest.TestCase):
         torch = torch_or_skip(self)
         gaps = Tensor("f32", np.arange(20, dtype=np.float32).reshape(4, 5)[:, :3])
         theirs = gaps.torch("meta")
-        self.assertEqual((tuple(theirs.shape), theirs.stride(), theirs.dtype), ((4, 3), (5, 1), torch.float32))
+        self.assertEqual(
+            (tuple(theirs.shape), theirs.stride(), theirs.dtype), ((4, 3), (5, 1), torch.float32)
+        )
         if not torch.cuda.is_available():
             print("SKIPPED: no GPU to send a strided view to; its shape alone was checked", file=sys.stderr)
             return
