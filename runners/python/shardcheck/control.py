@@ -131,7 +131,7 @@ class Collection:
             return dict(self._answers)
 
     def has_failed_alone(self, grace_s: float) -> bool:
-        """Waits: true when another rank fails and rank 0 stays away, false when it is back or all are well."""
+        """True when another rank fails and rank 0 stays away, false when it is back or all are well."""
         with self._changed:
             self._changed.wait_for(lambda: self._claimed or self._is_decided())
             if self._claimed or not self._has_failure():
