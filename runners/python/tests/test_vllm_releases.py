@@ -18,10 +18,10 @@ CLOSE = 3e-6
 
 
 @functools.lru_cache
-def outcomes(release: str) -> dict[str, Any]:
-    """What `tests.vllm_scenarios` prints for a release."""
+def outcomes(release: str, ranks: str = "virtual") -> dict[str, Any]:
+    """What `tests.vllm_scenarios` prints for a release whose ranks are `virtual` or `processes`."""
     folder = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_scenarios", release]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_scenarios", release, ranks]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -70,6 +70,19 @@ class ReleasesTest(unittest.TestCase):
         self.assertEqual(found["one rank empty"]["collectives"], [3] * 4)
         self.assertEqual(found["one rank empty, a2a"]["collectives"], [2] * 4)
         self.assertEqual(found["one rank, projected"]["collectives"], [0])
+
+    def test_ranks_that_are_gloo_processes_give_what_threads_of_one_process_give(self) -> None:
+        threads = self.of(HEALTHY)
+        processes = outcomes(HEALTHY, "processes")["outcomes"]
+        self.assertEqual(set(threads), set(processes))
+        for name, outcome in threads.items():
+            with self.subTest(name):
+                for key, value in outcome.items():
+                    if key == "out" and value is not None:
+                        # a real reduction adds in an order of its own
+                        self.assertAlmostEqual(value, processes[name][key], delta=CLOSE)
+                    else:
+                        self.assertEqual(value, processes[name][key], key)
 
     def test_sizes_that_the_kernels_refuse_are_unsupported_and_no_failure(self) -> None:
         found = self.of(HEALTHY)

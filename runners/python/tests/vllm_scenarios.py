@@ -198,9 +198,10 @@ def main() -> None:
     """Prints the outcome of every scenario as one JSON object."""
     from shardcheck.adapters.vllm import Engine
 
-    engine = Engine(release=sys.argv[1])
+    engine = Engine(release=sys.argv[1], ranks=(sys.argv[2:] or ["virtual"])[0])
     outcomes = {name: run(engine, scenario) for name, scenario in SCENARIOS.items()}
     outcomes.update(merges(engine))
+    engine.close()
     stubs = sorted(engine.release.package.ledger.used)
     print(json.dumps({"operations": sorted(engine.operations), "used stubs": stubs, "outcomes": outcomes}))
 

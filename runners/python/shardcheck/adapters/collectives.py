@@ -8,16 +8,45 @@ entered it. Ranks that enter different ones, or end while others wait, would han
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from shardcheck import TimedOut
 
 
-class CollectiveMismatch(RuntimeError):
-    """The ranks of a group did not enter the same collectives."""
+class CollectiveMismatch(TimedOut):
+    """The ranks of a group did not enter the same collectives: on a real machine they would wait until somebody gives up."""
 
 
 class _Aborted(BaseException):
     """Unwinds a rank after another one failed."""
+
+
+class Job(Protocol):
+    """What one rank does in a step."""
+
+    def run(self, engine: Any, group: Any) -> Any:
+        """The rank's result; `group` is its view of its group."""
+
+
+class VirtualExecutor:
+    """Runs the jobs of all ranks of a step, group after group, in this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def run(self, jobs: Sequence[Job], world: int) -> tuple[list[Any], list[int]]:
+        """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group `g`."""
+        results: list[Any] = []
+        entered: list[int] = []
+        for first in range(0, len(jobs), world):
+            ranks = VirtualRanks(world)
+            results += ranks.run(lambda rank, at=first, ranks=ranks: jobs[at + rank].run(self.engine, VirtualGroup(ranks, rank)))
+            entered += ranks.entered
+        return results, entered
+
+    def close(self) -> None:
+        """Nothing to end."""
 
 
 class VirtualRanks:
@@ -95,7 +124,7 @@ class VirtualRanks:
         names = {rank: name for rank, (name, _) in self._waiting.items()}
         if self._finished or len(set(names.values())) > 1:
             where = [f"rank {rank} {'waits in ' + names[rank] if rank in names else 'has ended'}" for rank in range(self.world)]
-            self._fail(CollectiveMismatch("the ranks would wait for ever: " + ", ".join(where)))
+            self._fail(CollectiveMismatch("the ranks would wait for ever: " + ", ".join(where), min(names)))
             return
         values = [self._waiting[rank][1] for rank in range(self.world)]
         self._waiting.clear()

@@ -3,17 +3,21 @@
     python3 -m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0
 
 Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an unpacked wheel in its place),
-`--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two states).
+`--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two states), `--ranks virtual|processes` (threads of one process
+that take turns, or gloo processes).
 """
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 
 from shardcheck import Configuration, Contract, Conventions, Operation, Session, Unsupported
 from shardcheck import Engine as BaseEngine
 from shardcheck.adapters import interpreter
+from shardcheck.adapters.collectives import VirtualExecutor
+from shardcheck.adapters.processes import ProcessExecutor
 from shardcheck.fetch import engine_folder, read_manifest
 
 _OWN_STEPS = [
@@ -28,6 +32,22 @@ _OWN_STEPS = [
 ]
 
 
+_GROUPS = {
+    "virtual": "torch.distributed and the group coordinator: ranks are threads of one process that take turns",
+    "processes": "the group coordinator: plain calls of torch.distributed over gloo",
+}
+
+
+def _release(folder: str):
+    """A release in a rank's own process."""
+    import torch
+
+    from shardcheck.adapters.vllm.release import Release
+
+    torch.set_num_threads(1)
+    return Release(Path(folder), "cpu")
+
+
 class Engine(BaseEngine):
     """A release of vLLM. One process serves one release."""
 
@@ -40,8 +60,10 @@ class Engine(BaseEngine):
         if not (place / "vllm").is_dir():
             hint = f"python3 -m shardcheck.fetch vllm=={release or 'VERSION'}"
             raise Unsupported(f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel")
-        if device not in ("cpu", "cuda") or merge not in ("triton", "torch") or ranks != "virtual":
-            raise ValueError("--device is cpu or cuda, --merge triton or torch, --ranks virtual")
+        if device not in ("cpu", "cuda") or merge not in ("triton", "torch") or ranks not in ("virtual", "processes"):
+            raise ValueError("--device is cpu or cuda, --merge triton or torch, --ranks virtual or processes")
+        if ranks == "processes" and device != "cpu":
+            raise Unsupported("ranks are processes on a CPU only")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         import torch
 
@@ -54,6 +76,8 @@ class Engine(BaseEngine):
         self.devices = [device if device == "cpu" else torch.cuda.get_device_name()]
         self.merge_variant = merge
         self.release = Release(place, device)
+        make = functools.partial(_release, str(place))
+        self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make)
         self.operations = operations(self.release)
         package = self.release.package
         self.files = package.loaded()
@@ -61,7 +85,7 @@ class Engine(BaseEngine):
         self.replaced = [
             *package.described(),
             *(interpreter.SHIMS if device == "cpu" else ()),
-            "torch.distributed and the group coordinator: ranks are threads of one process that take turns",
+            _GROUPS[ranks],
             *(["correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops"] if self.release.observes_lse else []),
         ]
 
@@ -73,7 +97,11 @@ class Engine(BaseEngine):
             raise Unsupported("this release interleaves by single tokens, it has no interleave size")
         if configuration.kv_dtype not in ("bf16", "f16", "f32"):
             raise Unsupported(f"a {configuration.kv_dtype} cache is written by compiled kernels, and its cast is all there is to test")
-        return VllmSession(self.release, configuration, self.merge_variant)
+        return VllmSession(self.release, configuration, self.executor, self.merge_variant)
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.executor.close()
 
 
 def operations(release) -> dict[str, Operation]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,17 +44,29 @@ class Caches:
         """The caches as they are."""
         return {name: Tensor(self.dtype, codes.copy()) for name, codes in self.codes.items()}
 
-    def read(self, rank: int, name: str, device: str) -> torch.Tensor:
-        """A rank's cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, its values exactly in f32 on a CPU."""
-        tensor = Tensor(self.dtype, self.codes[name][rank])
-        if device == "cpu":
-            return torch.from_numpy(np.ascontiguousarray(tensor.numpy(), dtype=np.float32))
-        return tensor.torch(device)
+    def of_rank(self, rank: int) -> RankCache:
+        """The caches of one rank."""
+        return RankCache(self.dtype, {name: codes[rank] for name, codes in self.codes.items()})
 
     def _cast(self, tensor: Tensor) -> np.ndarray:
         if tensor.dtype == self.dtype:
             return tensor.codes
         return Tensor.from_f32(self.dtype, tensor.numpy()).codes
+
+
+@dataclass
+class RankCache:
+    """The caches of one rank as codes, `[blocks, B, K, width]`."""
+
+    dtype: str
+    codes: dict[str, np.ndarray]
+
+    def read(self, name: str, device: str) -> torch.Tensor:
+        """A cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, its values exactly in f32 on a CPU."""
+        tensor = Tensor(self.dtype, self.codes[name])
+        if device == "cpu":
+            return torch.from_numpy(np.ascontiguousarray(tensor.numpy(), dtype=np.float32))
+        return tensor.torch(device)
 
 
 def gather_rows(src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, seq_starts: Any = None, **_: Any) -> None:

@@ -8,6 +8,7 @@ every head are the latent, as the operation has it.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +17,17 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.collectives import VirtualGroup, VirtualRanks
-from shardcheck.adapters.vllm.cache import Caches
+from shardcheck.adapters.vllm.cache import Caches, RankCache
 from shardcheck.adapters.vllm.release import Release, parameters
 
 
 class Context:
     """Context steps of one session."""
 
-    def __init__(self, release: Release, configuration: Configuration, caches: Caches) -> None:
-        self.release = release
+    def __init__(self, configuration: Configuration, caches: Caches, executor: Any) -> None:
         self.configuration = configuration
         self.caches = caches
+        self.executor = executor
 
     def step(self, budget: int, query: Tensor, key: Tensor, context_lens: Tensor, starts: Tensor, table: Tensor) -> Reply:
         """Runs a step on all ranks; `budget` is the workspace in tokens."""
@@ -35,19 +35,10 @@ class Context:
         if not c.attention.is_mla:
             raise Unsupported("the plan and the gather of a context are code of the MLA layer")
         lens, start, blocks = (np.ascontiguousarray(t.numpy()) for t in (context_lens, starts, table))
-        values = [torch.from_numpy(np.ascontiguousarray(t.numpy(), dtype=np.float32)) for t in (query, key)]
-        results: list[_RankContext] = []
-        collectives: list[int] = []
-        for first in range(0, c.tp, c.dcp):
-            ranks = VirtualRanks(c.dcp)
-
-            def rank(member: int, first: int = first, ranks: VirtualRanks = ranks) -> _RankContext:
-                group = VirtualGroup(ranks, member)
-                self.release.groups.act(group)
-                return _RankContext(self, first + member, group, (lens, start, blocks)).run(budget, *values)
-
-            results += ranks.run(rank)
-            collectives += ranks.entered
+        queries, keys = (torch.from_numpy(np.ascontiguousarray(t.numpy(), dtype=np.float32)) for t in (query, key))
+        given = (lens, start, blocks, queries, keys)
+        jobs = [RankContext(c, rank, self.caches.of_rank(rank), budget, *given) for rank in range(c.tp)]
+        results, collectives = self.executor.run(jobs, c.dcp)
         chunks = max(1, len(results[0].chunk_lens))
         chunk_lens = np.zeros((c.tp, chunks, len(lens)), dtype=np.int32)
         for index, result in enumerate(results):
@@ -57,44 +48,59 @@ class Context:
             "out": torch.stack([result.out for result in results]),
             "context_out": torch.stack([result.context_out for result in results]),
             "context_lse": torch.stack([result.context_lse for result in results]),
-            "gathered_key": torch.stack([result.gathered() for result in results]),
+            "gathered_key": torch.stack([result.gathered_key for result in results]),
             "chunk_lens": chunk_lens,
         }
         return Reply(outputs, {"route": "context", "chunks": len(results[0].chunk_lens)}, collectives)
 
 
-class _RankContext:
-    """One rank's step: stands in for the layer's prefill backend, and keeps what passes by."""
+@dataclass
+class ContextResult:
+    """What a rank computed: outputs `[T, H, R]`, the context's own state, and per chunk its lengths; keys in the order of use."""
 
-    def __init__(self, context: Context, rank: int, group: VirtualGroup, batch: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-        self.configuration = context.configuration
-        self.release = context.release
-        self.cache = context.caches.read(rank, "key_cache", "cpu")[:, :, 0]
-        self.rank = rank
-        self.group = group
-        self.lens, self.starts, self.table = batch
+    out: torch.Tensor
+    context_out: torch.Tensor
+    context_lse: torch.Tensor
+    gathered_key: torch.Tensor
+    chunk_lens: list[np.ndarray]
+
+
+@dataclass
+class RankContext:
+    """A step on one rank: stands in for the layer's prefill backend, and keeps what passes by."""
+
+    configuration: Configuration
+    rank: int
+    cache: RankCache
+    budget: int
+    lens: np.ndarray
+    starts: np.ndarray
+    table: np.ndarray
+    query: torch.Tensor
+    key: torch.Tensor
+
+    def run(self, release: Release, group: Any) -> ContextResult:
+        """Calls `forward_mha` on the rank's own heads of all real rows."""
+        self.release, self.group = release, group
         self.keys: list[torch.Tensor] = []
         self.chunk_lens: list[np.ndarray] = []
-
-    def run(self, budget: int, query: torch.Tensor, key: torch.Tensor) -> _RankContext:
-        """Calls `forward_mha` on the rank's own heads of all real rows."""
+        release.groups.act(group)
         c = self.configuration
         rows, own, latent = int(self.starts[-1]), c.heads_per_rank, c.attention.kv_lora_rank
-        q = query[:rows, self.rank * own : (self.rank + 1) * own].contiguous()
-        new = key[:rows]
-        self.out = torch.full((len(query), own, latent), float("nan"))
-        self.context_out = torch.zeros_like(self.out)
-        self.context_lse = torch.full((len(query), own), float("-inf"))
+        q = self.query[:rows, self.rank * own : (self.rank + 1) * own].contiguous()
+        new = self.key[:rows]
+        out = torch.full((len(self.query), own, latent), float("nan"))
+        self.context_out = torch.zeros_like(out)
+        self.context_lse = torch.full((len(self.query), own), float("-inf"))
         flat = torch.empty(rows, own * latent)
-        plan = self._plan(budget)
-        metadata = SimpleNamespace(prefill=self._metadata(plan), num_prefills=len(self.lens))
-        one = torch.ones(())
+        metadata = SimpleNamespace(prefill=self._metadata(self._plan(self.budget)), num_prefills=len(self.lens))
+        cache = self.cache.read("key_cache", "cpu")[:, :, 0]
         with interpreter.limits():
-            self._layer().forward_mha(q, new[:, 0, :latent], new[:, :, latent:], self.cache, metadata, one, flat)
-        self.out[:rows] = flat.view(rows, own, latent)
-        return self
+            self._layer().forward_mha(q, new[:, 0, :latent], new[:, :, latent:], cache, metadata, torch.ones(()), flat)
+        out[:rows] = flat.view(rows, own, latent)
+        return ContextResult(out, self.context_out, self.context_lse, self._gathered(), self.chunk_lens)
 
-    def gathered(self) -> torch.Tensor:
+    def _gathered(self) -> torch.Tensor:
         """Context keys of all chunks in the order in which they were attended to, `[tokens, 1, Dk]`."""
         width = self.configuration.qk_dim
         return torch.cat(self.keys).view(-1, 1, width) if self.keys else torch.zeros(0, 1, width)

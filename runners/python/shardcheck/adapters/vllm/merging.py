@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,20 @@ def combine(
         # an older function keeps the merged LSE of the group's heads to itself
         out = function(partial, lse, group, **given)
         return out, release.observed_lse().chunk(group.world_size, dim=1)[group.rank_in_group]
+
+
+@dataclass
+class RankMerge:
+    """The merge of one rank's given partial, `out [T, Hg, D]` and `lse [T, Hg]`, with those of its group."""
+
+    backend: str
+    out: torch.Tensor
+    lse: torch.Tensor
+
+    def run(self, release: Release, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Merged output and LSE of the rank's own heads. The engine corrects in place, so it gets copies."""
+        release.groups.act(group)
+        return combine(release, self.backend, group, owned_copy(self.out), owned_copy(self.lse))
 
 
 def merge_two(

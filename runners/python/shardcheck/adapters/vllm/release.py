@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import textwrap
 import threading
@@ -57,6 +58,10 @@ class Release:
         self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(self.correct_and_scatter)
         if self.observes_lse:
             self._observe_lse()
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what comes from a stub is an error."""
+        return self.package.ledger.watching()
 
     @property
     def drafts(self) -> bool:
