@@ -45,12 +45,9 @@ impl Child {
         let progress = Progress::create(&progress_path)?;
         let token = new_token();
         log.start_anew();
-        // `exec` leaves no shell between the harness and a single command
-        let line =
-            if command.contains(['|', ';', '&']) { command.to_owned() } else { format!("exec {command}") };
         let mut process = Command::new("sh")
             .arg("-c")
-            .arg(line)
+            .arg(command)
             .env(ADDRESS_VARIABLE, format!("unix:{}", socket.display()))
             .env(TOKEN_VARIABLE, &token)
             .env(FOLDER_VARIABLE, folder.path())
@@ -117,6 +114,10 @@ impl Drop for Child {
 /// How a process ended, in words.
 pub fn in_words(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
+        // as the shell says it
+        (Some(code @ 129..=192), _) => {
+            format!("the process ended with exit status {code}: killed by signal {}", code - 128)
+        }
         (Some(code), _) => format!("the process ended with exit status {code}"),
         (None, Some(signal)) => format!("the process was killed by signal {signal}"),
         (None, None) => "the process ended".to_owned(),
