@@ -31,7 +31,7 @@ use crate::select::{SelectArgs, Selection};
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Cases")]
 pub struct CaseArgs {
-    /// Suite to take cases from: gate, nightly, engine-smoke, seeds, mustpass
+    /// Suite to take cases from: gate, nightly, engine-smoke, engine-device, seeds, mustpass
     #[arg(long, default_value = "gate", value_name = "NAME")]
     pub suite: SuiteName,
 

@@ -21,6 +21,7 @@ pub mod laboratory;
 mod localise;
 pub mod material;
 pub mod matrix;
+pub mod measure;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;
