@@ -21,9 +21,10 @@ from shardcheck.adapters.processes import ProcessExecutor
 from shardcheck.fetch import engine_folder, read_manifest
 
 _OWN_STEPS = [
-    "scatter of keys and values into the paged caches, by the slots that the engine computed",
+    "scatter of keys and values into the paged caches, by the slots that the engine computed, with the cast to a quantised cache",
     "request, block table and length of each query row: the decode kernel sees one row a request",
     "choice of a rank's query heads; their gather over the group is the engine's one line, all_gather along the heads",
+    "padding rows: seen by the kernel with no tokens in decode and verify, kept from it in draft and context; zeroed where no merge does it",
     "up-projection of merged outputs, in f32",
     "verify: the row lengths of one backend (ROCm AITER) with the decode of another (Triton MLA), which itself refuses causal rows under DCP",
     "grouped queries: buffers and two splits around the decode kernel, which no backend uses for them under DCP",
@@ -95,8 +96,6 @@ class Engine(BaseEngine):
 
         if configuration.interleave > 1 and configuration.dcp > 1 and not self.release.has_interleave:
             raise Unsupported("this release interleaves by single tokens, it has no interleave size")
-        if configuration.kv_dtype not in ("bf16", "f16", "f32"):
-            raise Unsupported(f"a {configuration.kv_dtype} cache is written by compiled kernels, and its cast is all there is to test")
         return VllmSession(self.release, configuration, self.executor, self.merge_variant)
 
     def close(self) -> None:
@@ -124,7 +123,8 @@ def operations(release) -> dict[str, Operation]:
         "load_cache": Operation(),
         "decode": Operation(contract=attention, conventions=conventions, observables=observables),
         "merge_partials": Operation(contract=Contract.f32("f32", merge="ag_rs_bf16", partial="f32"), conventions=lanes),
-        "merge_states": Operation(contract=Contract.f32("f32")),
+        # the layer gives an empty state zeros before it merges it
+        "merge_states": Operation(contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")),
     }
     if release.verify_row_lens is not None:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)

@@ -11,10 +11,10 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache
+from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
 from shardcheck.adapters.vllm.layout import Layout, check_pages
 from shardcheck.adapters.vllm.merging import combine, owned_copy
-from shardcheck.adapters.vllm.release import Release
+from shardcheck.adapters.vllm.release import Release, parameters
 
 # Splits of the grouped-query kernel where the release leaves the number to its caller.
 _SPLITS = 2
@@ -81,18 +81,20 @@ class Attention:
         row_lens = torch.stack([result.row_lens for result in results])
         effective = {
             "route": route,
-            "comm_backend": c.comm_backend if c.dcp > 1 else "none",
             "query_replication": c.query_replication,
             "project_before_merge": False,
-            "kernel_heads": c.gathered_heads,
             "kernel": (self.release.decode if c.attention.is_mla else self.release.decode_kernel).__qualname__,
         }
+        if c.dcp > 1:
+            effective["comm_backend"] = c.comm_backend
         return Reply({"out": torch.stack(outs), **stacked, "row_lens": row_lens}, effective, collectives)
 
     def _check(self, route: str, batch: Batch) -> None:
         c, release = self.configuration, self.release
         if c.project_before_merge:
             raise Unsupported("the engine projects merged outputs, never partials")
+        if is_narrow(c.kv_dtype):
+            self._check_quantised()
         if route == "verify" and release.verify_row_lens is None:
             raise Unsupported("this release has no function for the local lengths of the rows of a multi-token step")
         if route == "draft":
@@ -100,6 +102,13 @@ class Attention:
                 raise Unsupported("only the MLA backend of newer releases takes blocks whose rows all see the same tokens")
             if len(set(batch.query_lens.tolist())) > 1:
                 raise Unsupported("the backend takes draft blocks of one length for all requests")
+
+    def _check_quantised(self) -> None:
+        c, release = self.configuration, self.release
+        if "k_scale" not in parameters(release.decode_kernel):
+            raise Unsupported("the decode kernel of this release takes no scale of a quantised cache")
+        if c.dcp > 1 and release.refuses_quantised_dcp:
+            raise Unsupported("this release asserts that there is no quantised cache under DCP: DCP not support fp8 kvcache now.")
 
     def _project(self, out: torch.Tensor, rank: int, w_uv: Tensor | None) -> torch.Tensor:
         """The up-projection of the attention layer, a batched product over heads."""
@@ -135,6 +144,9 @@ class RankAttention:
         starts = torch.from_numpy(batch.starts).to(query.device)
         lens = local.to(query.device)
         out, merged = combine(release, c.comm_backend, group, owned_copy(partial), lse, lens, starts)
+        if group.world_size == 1:
+            # no merge masks padding rows here: whoever runs the step drops them
+            out[batch.starts[-1] :], merged[batch.starts[-1] :] = 0.0, float("-inf")
         return RankResult(out, merged, *kept, row_lens)
 
     def _query(self, query: torch.Tensor, group: Any) -> torch.Tensor:
@@ -188,11 +200,11 @@ class RankAttention:
     def _latent(self, query: Any, keys: Any, block_table: Any, lens: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """The decode of the Triton MLA backend, on an object with the attributes that it reads."""
         c = self.configuration
-        one = torch.ones((), dtype=torch.float32, device=query.device)
+        scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)
         backend = SimpleNamespace(
             kv_lora_rank=c.attention.kv_lora_rank,
             scale=c.softmax_scale,
-            kv_cache_dtype="auto",
+            kv_cache_dtype="fp8" if is_narrow(c.kv_dtype) else "auto",
             dcp_world_size=c.dcp,
             _sm_count=_processors(query.device),
         )
@@ -203,7 +215,7 @@ class RankAttention:
             num_decodes=len(lens),
             num_decode_tokens=len(query),
         )
-        layer = SimpleNamespace(_k_scale=one, _v_scale=one, _q_scale=one)
+        layer = SimpleNamespace(_k_scale=scale, _v_scale=scale)
         return self.release.decode(backend, query, keys[:, :, 0], metadata, layer)
 
     def _grouped(self, query: Any, keys: Any, values: Any, block_table: Any, lens: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,7 +226,9 @@ class RankAttention:
         lse = torch.zeros(rows, heads, dtype=query.dtype, device=query.device)
         logits = torch.empty(rows, heads, _SPLITS, c.value_dim + 1, dtype=torch.float32, device=query.device)
         arguments = (query, keys, values, out, lse, block_table, lens, logits, _SPLITS, c.softmax_scale)
-        self.release.decode_kernel(*arguments, page_size=c.block_size)
+        scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)
+        scales = {"k_scale": scale, "v_scale": scale} if is_narrow(c.kv_dtype) else {}
+        self.release.decode_kernel(*arguments, page_size=c.block_size, **scales)
         return out, lse
 
 

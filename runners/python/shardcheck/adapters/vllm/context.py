@@ -17,7 +17,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache
+from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
 from shardcheck.adapters.vllm.release import Release, parameters
 
 
@@ -89,14 +89,14 @@ class RankContext:
         rows, own, latent = int(self.starts[-1]), c.heads_per_rank, c.attention.kv_lora_rank
         q = self.query[:rows, self.rank * own : (self.rank + 1) * own].contiguous()
         new = self.key[:rows]
-        out = torch.full((len(self.query), own, latent), float("nan"))
+        out = torch.zeros(len(self.query), own, latent)
         self.context_out = torch.zeros_like(out)
         self.context_lse = torch.full((len(self.query), own), float("-inf"))
         flat = torch.empty(rows, own * latent)
         metadata = SimpleNamespace(prefill=self._metadata(self._plan(self.budget)), num_prefills=len(self.lens))
         cache = self.cache.read("key_cache", "cpu")[:, :, 0]
         with interpreter.limits():
-            self._layer().forward_mha(q, new[:, 0, :latent], new[:, :, latent:], cache, metadata, torch.ones(()), flat)
+            self._layer().forward_mha(q, new[:, 0, :latent], new[:, :, latent:], cache, metadata, torch.tensor(c.kv_scale), flat)
         out[:rows] = flat.view(rows, own, latent)
         return ContextResult(out, self.context_out, self.context_lse, self._gathered(), self.chunk_lens)
 
@@ -170,7 +170,7 @@ class RankContext:
         attributes = {
             "num_heads": c.heads_per_rank,
             "scale": c.softmax_scale,
-            "kv_cache_dtype": "auto",
+            "kv_cache_dtype": "fp8" if is_narrow(c.kv_dtype) else "auto",
             "kv_lora_rank": latent,
             "qk_nope_head_dim": latent,
             "qk_rope_head_dim": c.attention.qk_rope_head_dim,

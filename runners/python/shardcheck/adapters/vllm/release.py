@@ -69,6 +69,12 @@ class Release:
         return self.decode is not None and "causal" in self.decode.__code__.co_names
 
     @property
+    def refuses_quantised_dcp(self) -> bool:
+        """Whether the attention layer asserts that caches under DCP are not quantised."""
+        modules = [module for module in map(self.package.load, surroundings.MLA) if module is not None]
+        return any("DCP not support fp8" in inspect.getsource(module) for module in modules)
+
+    @property
     def has_interleave(self) -> bool:
         """Whether the release knows an interleave size other than 1."""
         return "cp_kv_cache_interleave_size" in parameters(self.block_table)

@@ -101,7 +101,7 @@ class VllmSession(Session):
         with self.release.watching():
             results, collectives = self.executor.run(jobs, c.dcp)
         out, lse = (torch.stack(part) for part in zip(*results))
-        effective = {"comm_backend": c.comm_backend if c.dcp > 1 else "none"}
+        effective = {"comm_backend": c.comm_backend} if c.dcp > 1 else {}
         if c.comm_backend == "a2a" and c.dcp > 1:
             effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
         return Reply({"out": out, "lse": lse.float()}, effective, collectives)
