@@ -3,6 +3,7 @@
 use clap::{Parser, Subcommand};
 
 use crate::commands;
+use crate::engines::EngineChoiceError;
 use crate::status::Exit;
 
 /// Is a context-parallel attention engine right, and if not, exactly where?
@@ -13,7 +14,7 @@ use crate::status::Exit;
 #[derive(Debug, Parser)]
 #[command(name = "shardcheck", version, propagate_version = true, max_term_width = 110)]
 #[command(after_help = "Exit codes: 0 passed, 1 failed, 2 usage, 3 inconclusive only, 4 nothing selected, \
-    5 rerun outstanding, 6 baseline failed, 7 mutants survived, 8 submission invalid, 9 no device, 70 internal error. \
+    5 rerun outstanding, 6 baseline failed, 7 mutants survived, 8 submission invalid, 9 no device, 10 engine not started, 70 internal error. \
     `shardcheck explain exit-codes` says more.")]
 struct Cli {
     #[command(subcommand)]
@@ -64,6 +65,10 @@ enum Verb {
     Gsm8k(shardcheck_gsm8k::Gsm8kArgs),
     /// Compare two servers' log-probabilities at the edges of a sharded cache: sees what accuracy cannot
     Logprobs(shardcheck_gsm8k::logprobs::LogprobsArgs),
+    /// Answer for the embedded engine as an adapter does, over the socket of the harness that started this
+    ///
+    /// `shardcheck run --engine 'exec:shardcheck adapter'` judges the embedded engine behind the process protocol.
+    Adapter(commands::adapter::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -80,9 +85,21 @@ pub enum CommandError {
     /// The engine fails without any fault.
     #[error("{0}")]
     BaselineFailed(String),
+    /// The engine under test is not there.
+    #[error("{0}")]
+    EngineNotStarted(String),
     /// The harness is at fault, or the machine refused something.
     #[error("{0}")]
     Internal(String),
+}
+
+impl From<EngineChoiceError> for CommandError {
+    fn from(error: EngineChoiceError) -> Self {
+        match error {
+            EngineChoiceError::Start { .. } => Self::EngineNotStarted(error.to_string()),
+            _ => Self::usage(error),
+        }
+    }
 }
 
 impl CommandError {
@@ -102,6 +119,7 @@ impl CommandError {
             Self::Usage(_) => Exit::Usage,
             Self::NothingSelected(_) => Exit::NothingSelected,
             Self::BaselineFailed(_) => Exit::BaselineFailed,
+            Self::EngineNotStarted(_) => Exit::EngineNotStarted,
             Self::Internal(_) => Exit::Internal,
         }
     }
@@ -132,6 +150,7 @@ pub fn main() -> Exit {
         Verb::Bench(args) => commands::bench::run(&args),
         Verb::Gsm8k(args) => commands::gsm8k::run(shardcheck_gsm8k::run(&args)),
         Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
+        Verb::Adapter(args) => commands::adapter::run(&args),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

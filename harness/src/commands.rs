@@ -1,5 +1,6 @@
 //! The verbs, one file each.
 
+pub mod adapter;
 pub mod bench;
 pub mod diagnose;
 pub mod diff;

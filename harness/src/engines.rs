@@ -1,21 +1,75 @@
 //! Engines by the name that the command line gives them.
 
+use std::ops::Deref;
 use std::time::Duration;
 
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
+use shardcheck_process::{EngineLog, ProcessEngine, ProcessOptions, StartError};
 
 use crate::guard::Guarded;
 use crate::nearest::nearest;
 
+/// Environment variable with the Python interpreter of adapters.
+pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
+
+/// Options that name an engine.
+#[derive(Debug, Clone, clap::Args)]
+#[command(next_help_heading = "Engine")]
+pub struct EngineArgs {
+    /// Engine under test: `cpu` (embedded), `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
+    /// `vllm@VERSION` (a release that `python3 -m shardcheck.fetch vllm==VERSION` brought); cpu when not given
+    #[arg(long, value_name = "ENGINE")]
+    pub engine: Option<String>,
+
+    /// Seconds that an engine behind a command may take to say hello
+    #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
+    pub start_timeout_s: f64,
+}
+
+impl EngineArgs {
+    /// Name of the engine.
+    pub fn name(&self) -> &str {
+        self.engine.as_deref().unwrap_or(EMBEDDED)
+    }
+
+    /// Whether the embedded engine is asked for.
+    pub fn is_embedded(&self) -> bool {
+        self.name() == EMBEDDED
+    }
+}
+
+/// Name of the embedded engine.
+pub const EMBEDDED: &str = "cpu";
+
+/// An engine that was opened by name.
+pub struct OpenEngine {
+    engine: Box<dyn Engine>,
+    /// What it prints, where it is a process.
+    pub log: Option<EngineLog>,
+}
+
+impl Deref for OpenEngine {
+    type Target = dyn Engine;
+
+    fn deref(&self) -> &Self::Target {
+        self.engine.as_ref()
+    }
+}
+
 /// An engine that can't be had.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub enum EngineChoiceError {
     /// No engine of that name.
-    #[error("unknown engine {name:?}; this program holds: cpu")]
+    #[error(
+        "unknown engine {name:?}: use cpu, exec:COMMAND, python:MODULE:CLASS or vllm@VERSION{}",
+        hint(suggestion.as_deref())
+    )]
     UnknownEngine {
         /// Name that was given.
         name: String,
+        /// What was probably meant.
+        suggestion: Option<String>,
     },
     /// No fault of that name.
     #[error("unknown fault {name:?}{}; `shardcheck mutants list` lists them", hint(suggestion.as_deref()))]
@@ -25,15 +79,33 @@ pub enum EngineChoiceError {
         /// The known name that looks most like it.
         suggestion: Option<String>,
     },
+    /// A fault for an engine that has none.
+    #[error(
+        "faults are parts of the embedded engine, and {engine} is another: `shardcheck mutants run --boundary --engine …` tampers with what passes between the harness and any engine"
+    )]
+    NoFaults {
+        /// Engine that was given.
+        engine: String,
+    },
     /// Not a time that can be waited.
-    #[error("--timeout-s {timeout_s} is not a number of seconds above zero")]
+    #[error("{option} {seconds} is not a number of seconds above zero")]
     Timeout {
+        /// Option that it was given to.
+        option: &'static str,
         /// Seconds that were given.
-        timeout_s: f64,
+        seconds: f64,
     },
     /// A contract that would pass anything.
     #[error("the engine's profile is refused: {0}")]
     Profile(String),
+    /// A command that is no engine.
+    #[error("{engine}: {error}")]
+    Start {
+        /// Engine that was given.
+        engine: String,
+        /// What is wrong.
+        error: StartError,
+    },
 }
 
 fn hint(suggestion: Option<&str>) -> String {
@@ -44,31 +116,68 @@ fn hint(suggestion: Option<&str>) -> String {
 /// embedded engine itself; the guard before it gives up what never comes back at all, and computing is not waiting.
 const STEP_PER_WAIT: u32 = 4;
 
-/// Opens an engine behind a guard, with a fault where one is asked for. `timeout_s` is how long ranks may wait for each
+/// Opens an engine, with a fault where one is asked for. `timeout_s` is how long ranks may wait for each
 /// other; a step may take four times that.
 ///
 /// # Errors
-/// [`EngineChoiceError`]; all of them are usage errors.
+/// [`EngineChoiceError`].
 pub fn open(
-    name: &str,
+    args: &EngineArgs,
     fault_name: Option<&str>,
     timeout_s: f64,
-) -> Result<Box<dyn Engine>, EngineChoiceError> {
-    if name != "cpu" {
-        return Err(EngineChoiceError::UnknownEngine { name: name.to_owned() });
+) -> Result<OpenEngine, EngineChoiceError> {
+    let wait = seconds("--timeout-s", timeout_s)?;
+    let limit = wait
+        .checked_mul(STEP_PER_WAIT)
+        .ok_or(EngineChoiceError::Timeout { option: "--timeout-s", seconds: timeout_s })?;
+    match (command(args.name())?, fault_name) {
+        (Some(_), Some(_)) => Err(EngineChoiceError::NoFaults { engine: args.name().to_owned() }),
+        (Some(command), None) => {
+            let start_timeout = seconds("--start-timeout-s", args.start_timeout_s)?;
+            let options = ProcessOptions { command, start_timeout, question_timeout: limit };
+            let engine = ProcessEngine::start(options)
+                .map_err(|error| EngineChoiceError::Start { engine: args.name().to_owned(), error })?;
+            let log = Some(engine.log());
+            Ok(OpenEngine { engine: Box::new(engine), log })
+        }
+        (None, fault_name) => {
+            let engine = match fault_name {
+                None => shardcheck_cpu::engine(),
+                Some(name) => CpuEngine::with_fault(find_fault(name)?),
+            };
+            let engine: Box<dyn Engine> = Box::new(engine.with_timeout(wait));
+            engine.profile().check().map_err(EngineChoiceError::Profile)?;
+            Ok(OpenEngine { engine: Box::new(Guarded::new(engine, limit)), log: None })
+        }
     }
-    let engine = match fault_name {
-        None => shardcheck_cpu::engine(),
-        Some(name) => CpuEngine::with_fault(find_fault(name)?),
-    };
-    let wait = Duration::try_from_secs_f64(timeout_s).ok().filter(|wait| !wait.is_zero());
-    let limit = wait.and_then(|wait| wait.checked_mul(STEP_PER_WAIT));
-    let (Some(wait), Some(limit)) = (wait, limit) else {
-        return Err(EngineChoiceError::Timeout { timeout_s });
-    };
-    let engine: Box<dyn Engine> = Box::new(engine.with_timeout(wait));
-    engine.profile().check().map_err(EngineChoiceError::Profile)?;
-    Ok(Box::new(Guarded::new(engine, limit)))
+}
+
+/// The command behind an engine's name; `None` for the embedded engine.
+fn command(name: &str) -> Result<Option<String>, EngineChoiceError> {
+    let python = std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned());
+    let adapter = |spec: &str| format!("{python} -m shardcheck.adapter {spec}");
+    if name == EMBEDDED {
+        return Ok(None);
+    }
+    if let Some(command) = name.strip_prefix("exec:").filter(|command| !command.trim().is_empty()) {
+        return Ok(Some(command.to_owned()));
+    }
+    if let Some(spec) = name.strip_prefix("python:").filter(|spec| !spec.trim().is_empty()) {
+        return Ok(Some(adapter(spec)));
+    }
+    let (engine, version) = name.split_once('@').unwrap_or((name, ""));
+    let is_version = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '+'));
+    if engine == "vllm" && is_version(version) {
+        let release = if version.is_empty() { String::new() } else { format!(" --release {version}") };
+        return Ok(Some(adapter(&format!("shardcheck.adapters.vllm:Engine{release}"))));
+    }
+    let suggestion = nearest(engine, [EMBEDDED, "exec:COMMAND", "python:MODULE:CLASS", "vllm@VERSION"]);
+    Err(EngineChoiceError::UnknownEngine { name: name.to_owned(), suggestion: suggestion.map(str::to_owned) })
+}
+
+fn seconds(option: &'static str, seconds: f64) -> Result<Duration, EngineChoiceError> {
+    let wait = Duration::try_from_secs_f64(seconds).ok().filter(|wait| !wait.is_zero());
+    wait.ok_or(EngineChoiceError::Timeout { option, seconds })
 }
 
 /// The fault of that name.
@@ -80,4 +189,33 @@ pub fn find_fault(name: &str) -> Result<&'static Fault, EngineChoiceError> {
         name: name.to_owned(),
         suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_stand_for_commands() {
+        assert_eq!(command("cpu").unwrap(), None);
+        assert_eq!(command("exec:torchrun x").unwrap().unwrap(), "torchrun x");
+        let vllm = command("vllm@0.33.0").unwrap().unwrap();
+        assert!(vllm.ends_with("-m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0"));
+        assert!(command("vllm").unwrap().unwrap().ends_with("vllm:Engine"));
+    }
+
+    #[test]
+    fn a_name_that_stands_for_nothing_is_refused_with_what_would_do() {
+        for name in ["cppu", "exec:", "python:", "vllm@0.33.0;rm", "sglang@0.5"] {
+            let error = command(name).unwrap_err().to_string();
+            assert!(error.contains("exec:COMMAND"), "{name}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_fault_is_refused_for_an_engine_behind_a_command() {
+        let args = EngineArgs { engine: Some("exec:true".to_owned()), start_timeout_s: 1.0 };
+        let error = open(&args, Some("ranks-averaged"), 1.0).err().unwrap().to_string();
+        assert!(error.contains("--boundary"), "{error}");
+    }
 }

@@ -16,7 +16,7 @@ use safetensors::tensor::TensorView;
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::Tensor;
 
-use crate::store::stored_dtype;
+use shardcheck_engine::archive::stored_dtype;
 
 pub use attention::{AttentionEntry, moments_of};
 

@@ -6,7 +6,7 @@ use std::cell::{OnceCell, RefCell};
 
 use shardcheck_cases::{Body, Case};
 use shardcheck_engine::{
-    Answer, Configuration, Engine, EngineError, Operation, Reply, Session, Tensor, Tensors,
+    Answer, Configuration, Engine, EngineError, Operation, Profile, Reply, Session, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -32,6 +32,7 @@ pub enum Halt {
 impl From<EngineError> for Halt {
     fn from(error: EngineError) -> Self {
         let status = match error {
+            EngineError::Interrupted { text } => return Self::Inconclusive(text),
             EngineError::Crash { .. } => Status::Crash,
             EngineError::Timeout { .. } => Status::Timeout,
             EngineError::DeviceLost { .. } => Status::DeviceLost,
@@ -65,15 +66,25 @@ pub struct Observed {
     pub reply: Reply,
     /// Inputs that the engine changed.
     pub changed_inputs: Vec<String>,
+    /// Outputs that the engine declares to have nothing to say about.
+    pub absent: Vec<String>,
 }
 
 impl Observed {
+    /// A reply by itself.
+    pub fn of(reply: Reply) -> Self {
+        Self { reply, changed_inputs: Vec::new(), absent: Vec::new() }
+    }
+
     /// An output by name, with dtype and shape checked: a missing, mistyped or misshapen output is a failure of the
-    /// engine, never of the harness.
+    /// engine, never of the harness. One that the engine's profile declares absent is not asked for.
     ///
     /// # Errors
-    /// [`Halt::Broken`] that names what is wrong.
+    /// [`Halt::Broken`] that names what is wrong, [`Halt::Unsupported`] when the profile declares it absent.
     pub fn output(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&Tensor, Halt> {
+        if self.reply.outputs.find(name).is_none() && self.absent.iter().any(|absent| absent == name) {
+            return Err(Halt::Unsupported(format!("the engine declares that it has no {name}")));
+        }
         let tensor =
             self.reply.outputs.get(name).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
         tensor.expect(name, dtype, shape).map_err(|e| Failure::because(e.to_string()).at(Stage::Output))?;
@@ -95,6 +106,7 @@ impl Observed {
 /// A session that counts what its steps changed.
 pub struct Run {
     session: Box<dyn Session>,
+    profile: Profile,
 }
 
 impl Run {
@@ -104,7 +116,7 @@ impl Run {
     /// [`Halt`] when the engine refuses or fails.
     pub fn open(engine: &dyn Engine, configuration: &Configuration) -> Result<Self, Halt> {
         match engine.open(configuration)? {
-            Answer::Done(session) => Ok(Self { session }),
+            Answer::Done(session) => Ok(Self { session, profile: engine.profile().clone() }),
             Answer::Unsupported(why) => Err(Halt::Unsupported(why)),
         }
     }
@@ -123,7 +135,9 @@ impl Run {
                     .filter(|(name, tensor)| given.find(name) != Some(tensor))
                     .map(|(name, _)| name.to_owned())
                     .collect();
-                Ok(Observed { reply, changed_inputs })
+                let declared = self.profile.operation(operation.kind(inputs));
+                let absent = declared.map(|operation| operation.absent.clone()).unwrap_or_default();
+                Ok(Observed { reply, changed_inputs, absent })
             }
         }
     }

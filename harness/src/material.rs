@@ -7,7 +7,7 @@ use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, cache
 use shardcheck_engine::{
     CommBackend, Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
 };
-use shardcheck_formats::{Contract, Merge};
+use shardcheck_formats::{Contract, Dtype, Merge};
 use shardcheck_references::layout::Layout;
 
 use crate::event::Coverage;
@@ -532,6 +532,11 @@ impl AttentionMaterial {
         contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
             format!("the engine declares no rounding contract for {}", operation_of(self.family))
         })
+    }
+
+    /// Element type of `out`: what the contract says, bf16 where there is none.
+    pub fn output_dtype(&self) -> Dtype {
+        self.contract().map_or(Dtype::Bf16, |contract| contract.output)
     }
 
     /// Name of a row: request, row, position.

@@ -299,7 +299,7 @@ impl<'a> Bench<'a> {
 
     fn reading(&self, observed: &Observed, width: usize) -> Result<Reading, Halt> {
         let shape = self.material.output_shape();
-        let out = observed.output("out", Dtype::Bf16, &shape)?.to_f64();
+        let out = observed.output("out", self.material.output_dtype(), &shape)?.to_f64();
         let lse = observed.output("lse", Dtype::F32, &shape[..3])?.to_f64();
         let states = out.chunks_exact(shape[3]);
         let out = states.flat_map(|state| state[..width].iter().map(|value| value / self.unit)).collect();

@@ -49,6 +49,8 @@ pub enum Answered<T> {
     },
     /// The device went away.
     DeviceLost(String),
+    /// The session was lost to something that is not its own.
+    Interrupted(String),
     /// The inputs did not fit.
     Input(String),
 }
@@ -63,6 +65,7 @@ impl<T: Clone> Answered<T> {
                 Self::Timeout { rank: *rank, waiting_in: waiting_in.clone(), waited_s: *waited_s }
             }
             Err(EngineError::DeviceLost { text }) => Self::DeviceLost(text.clone()),
+            Err(EngineError::Interrupted { text }) => Self::Interrupted(text.clone()),
             Err(EngineError::Input(error)) => Self::Input(error.to_string()),
         }
     }
@@ -76,6 +79,7 @@ impl<T: Clone> Answered<T> {
                 Err(EngineError::Timeout { rank, waiting_in, waited_s })
             }
             Self::DeviceLost(text) => Err(EngineError::DeviceLost { text }),
+            Self::Interrupted(text) => Err(EngineError::Interrupted { text }),
             Self::Input(text) => Err(EngineError::Crash { text: format!("input did not fit: {text}") }),
         }
     }

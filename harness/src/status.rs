@@ -143,6 +143,8 @@ pub enum Exit {
     SubmissionInvalid,
     /// The engine needs a device that is not there.
     NoDevice,
+    /// The engine under test could not be started, or its adapter was refused.
+    EngineNotStarted,
     /// The harness itself is at fault.
     Internal,
     /// Kept for adapters: an operation that they do not know.
@@ -151,7 +153,7 @@ pub enum Exit {
 
 impl Exit {
     /// All exit codes, ascending.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Passed,
         Self::Failed,
         Self::Usage,
@@ -162,6 +164,7 @@ impl Exit {
         Self::MutantsSurvived,
         Self::SubmissionInvalid,
         Self::NoDevice,
+        Self::EngineNotStarted,
         Self::Internal,
         Self::AdapterUnsupported,
     ];
@@ -179,6 +182,7 @@ impl Exit {
             Self::MutantsSurvived => 7,
             Self::SubmissionInvalid => 8,
             Self::NoDevice => 9,
+            Self::EngineNotStarted => 10,
             Self::Internal => 70,
             Self::AdapterUnsupported => 89,
         }
@@ -197,6 +201,9 @@ impl Exit {
             Self::MutantsSurvived => "a fault was not killed, or not by the property that names it",
             Self::SubmissionInvalid => "a submission bundle is incomplete or altered",
             Self::NoDevice => "the engine needs a device that is not there",
+            Self::EngineNotStarted => {
+                "the engine under test could not be started, or its adapter was refused"
+            }
             Self::Internal => "the harness itself is at fault",
             Self::AdapterUnsupported => "kept for adapters: an operation that they do not know",
         }

@@ -6,9 +6,10 @@
 use std::collections::{BTreeMap, HashMap};
 use std::path::{Path, PathBuf};
 
-use safetensors::{Dtype as StoredDtype, SafeTensors, tensor::TensorView};
+use safetensors::SafeTensors;
 use serde_json::Value;
 use shardcheck_cases::Case;
+use shardcheck_engine::archive::{self, StridedView};
 use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
@@ -52,17 +53,10 @@ pub fn write(
     let mut document = serde_json::to_value(Skeleton::of(recording, &mut tensors)).unwrap_or(Value::Null);
     document["tensors"] = Value::from("tensors.safetensors");
     put(&folder.join("recording.json"), &pretty(&document))?;
-    let unfit = |error: safetensors::SafeTensorError| StoreError::Damaged {
-        path: folder.join("tensors.safetensors"),
-        reason: error.to_string(),
-    };
-    let views: Vec<_> = tensors
-        .iter()
-        .map(|(name, tensor)| Ok((name, view_of(tensor)?)))
-        .collect::<Result<_, _>>()
-        .map_err(unfit)?;
-    let bytes = safetensors::serialize(views, None).map_err(unfit)?;
-    put(&folder.join("tensors.safetensors"), &bytes)
+    let path = folder.join("tensors.safetensors");
+    let (bytes, _) = archive::pack(tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)))
+        .map_err(|error| StoreError::Damaged { path: path.clone(), reason: error.to_string() })?;
+    put(&path, &bytes)
 }
 
 /// Reads a failed case.
@@ -126,11 +120,8 @@ impl Skeleton {
                     let mut list = Vec::new();
                     for (name, tensor) in from.iter() {
                         let full = format!("{prefix}.{name}");
-                        if !is_plain(tensor) {
-                            strided.insert(
-                                full.clone(),
-                                (tensor.dtype(), tensor.shape().to_vec(), tensor.strides()),
-                            );
+                        if let Some(view) = archive::strided_view(tensor) {
+                            strided.insert(full.clone(), (view.dtype, view.shape, view.strides));
                         }
                         tensors.insert(full, tensor.clone());
                         list.push(name.to_owned());
@@ -152,19 +143,17 @@ impl Skeleton {
     }
 
     fn fill(mut self, stored: &SafeTensors<'_>) -> Result<Recording, String> {
-        let strided: HashMap<_, _> = self.strided.into_iter().collect();
+        let strided: HashMap<_, _> = self
+            .strided
+            .into_iter()
+            .map(|(name, (dtype, shape, strides))| (name, StridedView { dtype, shape, strides }))
+            .collect();
         let load = |prefix: String, list: &[String]| -> Result<Tensors, String> {
             let mut tensors = Tensors::new();
             for name in list {
                 let full = format!("{prefix}.{name}");
                 let view = stored.tensor(&full).map_err(|error| format!("{full}: {error}"))?;
-                let bytes = view.data().to_vec();
-                let tensor = match strided.get(&full) {
-                    Some((dtype, shape, strides)) => {
-                        Tensor::view(*dtype, shape.clone(), strides.clone(), bytes)
-                    }
-                    None => Tensor::new(dtype_of(view.dtype())?, view.shape().to_vec(), bytes),
-                };
+                let tensor = archive::tensor_of(&view, strided.get(&full));
                 tensors.insert(name, tensor.map_err(|error| format!("{full}: {error}"))?);
             }
             Ok(tensors)
@@ -189,43 +178,6 @@ impl Skeleton {
         }
         Ok(self.recording)
     }
-}
-
-/// Whether the bytes are the elements in row-major order and nothing else.
-fn is_plain(tensor: &Tensor) -> bool {
-    tensor.is_contiguous() && tensor.bytes().len() == tensor.len() * tensor.dtype().size_bytes()
-}
-
-fn view_of(tensor: &Tensor) -> Result<TensorView<'_>, safetensors::SafeTensorError> {
-    if is_plain(tensor) {
-        TensorView::new(stored_dtype(tensor.dtype()), tensor.shape().to_vec(), tensor.bytes())
-    } else {
-        TensorView::new(StoredDtype::U8, vec![tensor.bytes().len()], tensor.bytes())
-    }
-}
-
-/// Element types as safetensors names them.
-pub(crate) fn stored_dtype(dtype: Dtype) -> StoredDtype {
-    match dtype {
-        Dtype::F64 => StoredDtype::F64,
-        Dtype::F32 => StoredDtype::F32,
-        Dtype::F16 => StoredDtype::F16,
-        Dtype::Bf16 => StoredDtype::BF16,
-        Dtype::E4m3fn => StoredDtype::F8_E4M3,
-        Dtype::E4m3fnuz => StoredDtype::F8_E4M3FNUZ,
-        Dtype::E5m2 => StoredDtype::F8_E5M2,
-        Dtype::I64 => StoredDtype::I64,
-        Dtype::I32 => StoredDtype::I32,
-        Dtype::U16 => StoredDtype::U16,
-        Dtype::U8 => StoredDtype::U8,
-    }
-}
-
-fn dtype_of(stored: StoredDtype) -> Result<Dtype, String> {
-    Dtype::ALL
-        .into_iter()
-        .find(|dtype| stored_dtype(*dtype) == stored)
-        .ok_or_else(|| format!("element type {stored:?} is not one of ours"))
 }
 
 #[cfg(test)]

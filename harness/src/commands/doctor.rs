@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 
 use shardcheck_cases::{Case, SuiteName, suite};
-use shardcheck_engine::Engine;
 
 use crate::cli::CommandError;
 use crate::commands::print;
 use crate::commands::run::machine;
-use crate::engines;
+use crate::engines::{self, EngineArgs};
 use crate::finding::Finding;
 use crate::run::judge_case;
 use crate::status::Exit;
@@ -16,9 +15,8 @@ use crate::status::Exit;
 /// Options of `doctor`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Engine to look at
-    #[arg(long, default_value = "cpu", value_name = "NAME")]
-    engine: String,
+    #[command(flatten)]
+    engine: EngineArgs,
 }
 
 /// Runs `doctor`.
@@ -26,7 +24,7 @@ pub struct Args {
 /// # Errors
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
-    let engine = engines::open(&args.engine, None, 30.0).map_err(CommandError::usage)?;
+    let engine = engines::open(&args.engine, None, 30.0)?;
     let profile = engine.profile();
     print(format!("shardcheck {} on {}\n", env!("CARGO_PKG_VERSION"), machine()))?;
     print(format!("engine {} {}\n", profile.engine, profile.version))?;
@@ -45,7 +43,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for (family, cases) in by_family() {
         let (mut passed, mut others, mut elapsed_s) = (0, BTreeMap::new(), 0.0);
         for case in &cases {
-            let result = judge_case(case, engine.as_ref() as &dyn Engine, &|_| true);
+            let result = judge_case(case, &*engine, &|_| true);
             elapsed_s += result.elapsed_s;
             failed |= result.status.is_failure();
             if result.checks.iter().any(|check| matches!(check.finding, Finding::Holds(_)))

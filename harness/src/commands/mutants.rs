@@ -13,7 +13,7 @@ use shardcheck_engine::Engine;
 use crate::boundary::{BoundaryFault, boundary_faults};
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
-use crate::engines;
+use crate::engines::{self, EngineArgs};
 use crate::mutants::{Mutant, MutantState, toothless, try_all};
 use crate::properties;
 use crate::run::judge_case;
@@ -79,9 +79,8 @@ struct RunArgs {
     #[arg(long)]
     boundary: bool,
 
-    /// Engine whose boundary is tampered with
-    #[arg(long, default_value = "cpu", value_name = "NAME", requires = "boundary")]
-    engine: String,
+    #[command(flatten)]
+    engine: EngineArgs,
 
     /// Seconds that ranks may wait for each other
     #[arg(long, default_value_t = 5.0, value_name = "S")]
@@ -147,7 +146,7 @@ pub(super) fn chosen(names: &[String]) -> Result<Vec<&'static Fault>, CommandErr
     if names.is_empty() {
         return Ok(faults().iter().collect());
     }
-    names.iter().map(|name| engines::find_fault(name).map_err(CommandError::usage)).collect()
+    names.iter().map(|name| Ok(engines::find_fault(name)?)).collect()
 }
 
 fn list_boundary(format: Format) -> Result<Exit, CommandError> {
@@ -165,20 +164,14 @@ fn list_boundary(format: Format) -> Result<Exit, CommandError> {
 }
 
 fn boundary(args: &RunArgs) -> Result<Exit, CommandError> {
-    let engine = engines::open(&args.engine, None, args.timeout_s).map_err(CommandError::usage)?;
+    let engine = engines::open(&args.engine, None, args.timeout_s)?;
     let chosen = super::matrix::chosen_at_the_boundary(&args.faults)?;
     let (cases, _) = args.cases.selected()?;
     if !args.no_baseline {
-        baseline(&cases, engine.as_ref())?;
+        baseline(&cases, &*engine)?;
     }
     let (source, seed) = (args.cases.source(), args.cases.seed);
-    super::matrix::boundary(
-        engine.as_ref(),
-        (&source, seed, &cases),
-        &chosen,
-        args.format,
-        args.output.as_deref(),
-    )
+    super::matrix::boundary(&*engine, (&source, seed, &cases), &chosen, args.format, args.output.as_deref())
 }
 
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {

@@ -9,7 +9,7 @@ use crate::cli::CommandError;
 use crate::commands::reporting::full_text;
 use crate::commands::{print, read_case};
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
-use crate::engines;
+use crate::engines::{self, EngineArgs};
 use crate::nearest::nearest;
 use crate::recording::Recorder;
 use crate::run::judge_case;
@@ -24,9 +24,8 @@ pub struct Args {
     #[arg(value_name = "ID|FILE|RUN")]
     what: String,
 
-    /// Engine under test
-    #[arg(long, default_value = "cpu", value_name = "NAME")]
-    engine: String,
+    #[command(flatten)]
+    engine: EngineArgs,
 
     /// Inject a known fault; that of the run when a run is replayed
     #[arg(long, value_name = "NAME")]
@@ -70,20 +69,24 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             }));
         }
     }
-    let (cases, injected) = find(args)?;
+    let Found { cases, fault: injected, engine: of_the_run } = find(args)?;
     let fault = args.fault.clone().or(injected);
+    let mut engine = args.engine.clone();
+    if let (None, Some(name)) = (&engine.engine, of_the_run) {
+        eprintln!("on the engine of the run: {name}");
+        engine.engine = Some(name);
+    }
     if let (None, Some(fault)) = (&args.fault, &fault) {
         eprintln!("with the fault of the run: {fault}");
     }
-    let engine =
-        engines::open(&args.engine, fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let engine = engines::open(&engine, fault.as_deref(), args.timeout_s)?;
     let only = |property: &crate::properties::Property| {
         args.property.is_empty() || args.property.iter().any(|id| id == property.id)
     };
     let mut statuses = Vec::new();
     let mut evidence = Vec::new();
     for case in &cases {
-        let recorder = Recorder::new(engine.as_ref());
+        let recorder = Recorder::new(&*engine);
         let result = judge_case(case, &recorder, &only);
         if !args.no_diagnose && !args.json && evidence.len() < MOST_CASES {
             evidence.extend(Evidence::of(case, &result, recorder.recording()));
@@ -102,24 +105,38 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     Ok(Exit::of(statuses))
 }
 
-/// The cases, and the fault that was injected into the run that they failed in.
-fn find(args: &Args) -> Result<(Vec<Case>, Option<String>), CommandError> {
+/// What is to be judged again, and how it was judged.
+#[derive(Default)]
+struct Found {
+    cases: Vec<Case>,
+    /// The fault that was injected into the run that the cases failed in.
+    fault: Option<String>,
+    /// The engine of that run, where it is not the embedded one.
+    engine: Option<String>,
+}
+
+fn find(args: &Args) -> Result<Found, CommandError> {
+    let one = |case| Found { cases: vec![case], ..Found::default() };
     let path = Path::new(&args.what);
     if path.is_file() {
-        return Ok((vec![read_case(path)?], None));
+        return Ok(one(read_case(path)?));
     }
     if path.join("case.json").is_file() {
-        return Ok((vec![read_case(&path.join("case.json"))?], None));
+        return Ok(one(read_case(&path.join("case.json"))?));
     }
     match args.what.parse::<Case>() {
-        Ok(case) => Ok((vec![case], None)),
+        Ok(case) => Ok(one(case)),
         Err(error) => {
             let Ok(run) = resolve(&args.runs, &args.what) else { return Err(CommandError::usage(error)) };
             let record = crate::run_directory::read_events(&run).map_err(CommandError::usage)?;
             if record.failed.is_empty() {
                 return Err(CommandError::NothingSelected(format!("no case of {} failed", run.display())));
             }
-            Ok((record.failed.into_values().collect(), record.header.fault))
+            Ok(Found {
+                cases: record.failed.into_values().collect(),
+                fault: record.header.fault,
+                engine: Some(record.header.engine).filter(|engine| engine != engines::EMBEDDED),
+            })
         }
     }
 }

@@ -8,7 +8,7 @@ use shardcheck_cases::{Case, SuiteName};
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::commands::reporting::{Feed, ReportArgs, reporters};
-use crate::engines;
+use crate::engines::{self, EngineArgs};
 use crate::event::{RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::execute::{Plan, execute};
 use crate::record::RunRecord;
@@ -22,15 +22,15 @@ pub struct Args {
     #[command(flatten)]
     cases: CaseArgs,
 
-    /// Engine under test
-    #[arg(long, default_value = "cpu", value_name = "NAME")]
-    engine: String,
+    #[command(flatten)]
+    engine: EngineArgs,
 
     /// Inject a known fault into the embedded engine: the run must fail then
     #[arg(long, value_name = "NAME")]
     fault: Option<String>,
 
-    /// Cases judged at the same time; the number of cores when not given
+    /// Cases judged at the same time; the number of cores when not given, 1 for an engine behind a command: each job starts the
+    /// command once
     #[arg(long, short = 'j', value_name = "N")]
     jobs: Option<usize>,
 
@@ -75,17 +75,21 @@ const DIAGNOSIS: Duration = Duration::from_secs(5);
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     args.report.check()?;
-    let engine =
-        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let engine = engines::open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let (cases, selection) = args.cases.selected()?;
     let jobs = match args.jobs {
         Some(0) => return Err(CommandError::Usage("--jobs takes at least 1".to_owned())),
         Some(jobs) => jobs,
+        // a process of its own for every job is what a user may not have devices for
+        None if !args.engine.is_embedded() => 1,
         None => std::thread::available_parallelism().map_or(2, usize::from),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
     let header = header(args, &selection, cases.len(), profile)?;
     let (mut directory, before) = folder(args, &header)?;
+    if let Some(log) = &engine.log {
+        log.keep_in(&directory.path().join("engine.log")).map_err(CommandError::internal)?;
+    }
     let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
     let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
     if is_whole_gate(args, &selection) && !args.no_self_test {
@@ -95,7 +99,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let plan = Plan {
         cases: &remaining,
         selection: &selection,
-        engine: engine.as_ref(),
+        engine: &*engine,
         jobs,
         fail_fast: args.fail_fast,
         diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
@@ -126,7 +130,7 @@ fn wants_mutants(args: &Args, selection: &Selection) -> bool {
 fn is_whole_gate(args: &Args, selection: &Selection) -> bool {
     args.cases.suite == SuiteName::Gate
         && args.cases.files.is_empty()
-        && args.engine == "cpu"
+        && args.engine.is_embedded()
         && args.fault.is_none()
         && selection.is_everything()
 }
@@ -154,7 +158,7 @@ fn header(
         run_id: String::new(),
         suite: args.cases.source(),
         seed: args.cases.seed,
-        engine: args.engine.clone(),
+        engine: args.engine.name().to_owned(),
         fault: args.fault.clone(),
         profile,
         selection: serde_json::to_value(selection).map_err(CommandError::internal)?,

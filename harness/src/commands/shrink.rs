@@ -7,7 +7,7 @@ use shardcheck_cases::Case;
 use crate::cli::CommandError;
 use crate::commands::diagnose::budget;
 use crate::commands::{print, read_case};
-use crate::engines;
+use crate::engines::{self, EngineArgs};
 use crate::report::block::shell_quoted;
 use crate::run_directory::case_folder_name;
 use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink};
@@ -20,9 +20,8 @@ pub struct Args {
     #[arg(value_name = "ID|FILE")]
     what: String,
 
-    /// Engine under test
-    #[arg(long, default_value = "cpu", value_name = "NAME")]
-    engine: String,
+    #[command(flatten)]
+    engine: EngineArgs,
 
     /// Inject a known fault into the embedded engine
     #[arg(long, value_name = "NAME")]
@@ -56,8 +55,7 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let budget = budget(args.budget_s)?;
     let case = find(&args.what)?;
-    let engine =
-        engines::open(&args.engine, args.fault.as_deref(), args.timeout_s).map_err(CommandError::usage)?;
+    let engine = engines::open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let keep = match &args.property {
         Some(id) => {
             let known = crate::properties::find(id);
@@ -66,7 +64,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
             )
         }
         None => {
-            let property = failing_property(&case, engine.as_ref()).ok_or_else(|| {
+            let property = failing_property(&case, &*engine).ok_or_else(|| {
                 CommandError::NothingSelected(format!("{} passes: there is nothing to shrink", case.id()))
             })?;
             if args.any_property { Keep::AnyFailure } else { Keep::Property(property) }
@@ -74,7 +72,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     };
     let before = Size::of(&case);
     eprintln!("{before}  {}", case.id());
-    let shrunk = shrink(&case, engine.as_ref(), keep, budget, &mut |smaller, tried| {
+    let shrunk = shrink(&case, &*engine, keep, budget, &mut |smaller, tried| {
         eprintln!("{}  {} ({tried} tried)", Size::of(smaller), smaller.id());
     });
     let path =
@@ -88,8 +86,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
 fn text(args: &Args, keep: Keep, before: Size, shrunk: &Shrunk, path: &Path) -> String {
     let id = shrunk.case.id();
     let mut replay = format!("shardcheck replay {}", shell_quoted(&id));
-    if args.engine != "cpu" {
-        replay += &format!(" --engine {}", shell_quoted(&args.engine));
+    if !args.engine.is_embedded() {
+        replay += &format!(" --engine {}", shell_quoted(args.engine.name()));
     }
     if let Some(fault) = &args.fault {
         replay += &format!(" --fault {}", shell_quoted(fault));

@@ -325,7 +325,10 @@ fn digest(hasher: &mut blake3::Hasher, session: usize, played: &Played) {
             Answered::Crash(text) => {
                 hasher.update(text.as_bytes());
             }
-            Answered::Unsupported(_) | Answered::DeviceLost(_) | Answered::Input(_) => {
+            Answered::Unsupported(_)
+            | Answered::DeviceLost(_)
+            | Answered::Interrupted(_)
+            | Answered::Input(_) => {
                 hasher.update(b"no answer");
             }
         }

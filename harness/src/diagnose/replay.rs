@@ -46,6 +46,7 @@ fn refusal<T>(error: EngineError) -> Answered<T> {
             Answered::Timeout { rank, waiting_in, waited_s }
         }
         EngineError::DeviceLost { text } => Answered::DeviceLost(text),
+        EngineError::Interrupted { text } => Answered::Interrupted(text),
         EngineError::Input(error) => Answered::Input(error.to_string()),
     }
 }

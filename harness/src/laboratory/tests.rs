@@ -137,7 +137,7 @@ fn what_an_output_lacks_is_the_engines_failure_and_what_an_observable_lacks_is_n
         outputs: Tensors::new().with("out", Tensor::from_f32(Dtype::F32, &[2, 3], &[0.0; 6])),
         ..Reply::default()
     };
-    let observed = Observed { reply, changed_inputs: Vec::new() };
+    let observed = Observed::of(reply);
     assert!(observed.output("out", Dtype::F32, &[2, 3]).is_ok());
     let broken = |result: Result<&Tensor, Halt>| match result {
         Err(Halt::Broken(failure)) => failure.headline,

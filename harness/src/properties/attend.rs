@@ -282,7 +282,7 @@ fn located(
 pub(super) fn compare_output(material: &AttentionMaterial, observed: &Observed) -> Result<Comparison, Halt> {
     let expected = material.expected()?;
     let shape = material.output_shape();
-    let seen = observed.output("out", Dtype::Bf16, &shape)?.to_f64();
+    let seen = observed.output("out", material.output_dtype(), &shape)?.to_f64();
     let (rows, heads, dim) = (shape[1], shape[2], shape[3]);
     let mut comparison = Comparison::new("out");
     for rank in 0..shape[0] {
@@ -350,7 +350,7 @@ fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let observed = laboratory.observed()?;
     let shape = material.output_shape();
-    let out = observed.output("out", Dtype::Bf16, &shape)?.to_f64();
+    let out = observed.output("out", material.output_dtype(), &shape)?.to_f64();
     let lse = observed.output("lse", Dtype::F32, &shape[..3])?.to_f64();
     let empty: Vec<bool> = (0..shape[1]).map(|row| material.visible_tokens(row) == 0).collect();
     if !empty.contains(&true) {

@@ -5,7 +5,6 @@
 
 use shardcheck_cases::{AttentionCase, Body, Case, Family, Placement};
 use shardcheck_engine::{CommBackend, LaneOrder};
-use shardcheck_formats::Dtype;
 
 use super::Property;
 use crate::finding::{Failure, Finding, Stage};
@@ -196,8 +195,8 @@ fn compare(
     headline: &str,
 ) -> Result<Finding, Halt> {
     let (shape, other_shape) = (material.output_shape(), other.output_shape());
-    let seen_a = a.output("out", Dtype::Bf16, &shape)?.to_f64();
-    let seen_b = b.output("out", Dtype::Bf16, &other_shape)?.to_f64();
+    let seen_a = a.output("out", material.output_dtype(), &shape)?.to_f64();
+    let seen_b = b.output("out", other.output_dtype(), &other_shape)?.to_f64();
     let bounds = if exact { None } else { Some((material.expected()?, other.expected()?)) };
     let (heads, dim) = (shape[2], shape[3]);
     let mut comparison = Comparison::new("out");

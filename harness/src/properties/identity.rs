@@ -86,7 +86,7 @@ fn context(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let (observed, _) = attend(laboratory.engine, &picking)?;
     let shape = picking.output_shape();
     let (rows, own, dim) = (shape[1], shape[2], shape[3]);
-    let seen = observed.output("out", Dtype::Bf16, &shape)?.to_f64();
+    let seen = observed.output("out", picking.output_dtype(), &shape)?.to_f64();
     let kv_heads = picking.configuration().attention.kv_heads();
     let mut comparison = Comparison::new("out");
     for (flat, seen) in seen.iter().enumerate() {

@@ -320,7 +320,7 @@ fn stored(at: &At) -> Result<Finding, Halt> {
 /// A cache of a reply, its dtype and shape checked.
 fn cache(reply: &Reply, name: &str, at: &At) -> Result<shardcheck_engine::Tensor, Halt> {
     let expected = &at.expected().attention;
-    let observed = Observed { reply: reply.clone(), changed_inputs: Vec::new() };
+    let observed = Observed::of(reply.clone());
     observed.output(name, expected.configuration().kv_dtype, &expected.cache_shape(name)).cloned()
 }
 

@@ -91,7 +91,7 @@ fn stored(
     headline: &str,
 ) -> Result<Finding, Halt> {
     let configuration = material.configuration();
-    let after = crate::laboratory::Observed { reply: after.clone(), changed_inputs: vec![] };
+    let after = crate::laboratory::Observed::of(after.clone());
     let mut measured = Measured::default();
     for (name, width) in caches(laboratory) {
         let shape = material.cache_shape(name);
@@ -168,7 +168,7 @@ fn untouched(laboratory: &Laboratory) -> Result<Finding, Halt> {
     for (name, width) in caches(laboratory) {
         let size = width * configuration.kv_dtype.size_bytes();
         let get = |reply: &Reply| {
-            let observed = crate::laboratory::Observed { reply: reply.clone(), changed_inputs: vec![] };
+            let observed = crate::laboratory::Observed::of(reply.clone());
             observed.output(name, configuration.kv_dtype, &material.cache_shape(name)).cloned()
         };
         let (before, after) = (get(&written.before)?, get(&written.after)?);

@@ -2,6 +2,7 @@
 
 use super::*;
 use proptest::prelude::*;
+use safetensors::{Dtype as StoredDtype, tensor::TensorView};
 use shardcheck_engine::{EffectivePath, Reply};
 
 use crate::recording::{Answered, SessionRecord, StepRecord};

@@ -8,3 +8,4 @@ mod killing;
 mod matrices;
 mod program;
 mod running;
+mod supervising;

@@ -23,6 +23,7 @@ pub fn profile() -> Profile {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         operations,
         rule_sets: RuleSetName::ALL.to_vec(),
+        ..Profile::default()
     }
 }
 
@@ -65,5 +66,5 @@ fn operation(kind: OperationKind) -> OperationProfile {
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
     };
-    OperationProfile { contract, conventions, observables }
+    OperationProfile { contract, conventions, observables, absent: Vec::new() }
 }

@@ -5,6 +5,7 @@
 //! metadata live as long as the session does. Every array in and out is a named [`Tensor`]; results carry a
 //! rank axis, because all ranks are judged and not rank 0 alone.
 
+pub mod archive;
 mod configuration;
 mod effective;
 mod operation;

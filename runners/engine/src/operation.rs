@@ -5,6 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::{Tensor, Tensors};
+
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -111,6 +113,33 @@ pub struct TensorSpec {
     pub meaning: &'static str,
 }
 
+impl Operation {
+    /// Name of the operation in a profile. `inputs` decide whether rows under a causal mask are decode or verify: with at most one row a
+    /// request it is decode.
+    pub fn kind(&self, inputs: &Tensors) -> OperationKind {
+        match self {
+            Self::Layout => OperationKind::Layout,
+            Self::WriteKv => OperationKind::WriteKv,
+            Self::ReadCache => OperationKind::ReadCache,
+            Self::LoadCache => OperationKind::LoadCache,
+            Self::Attend { mask: Mask::Bidirectional } => OperationKind::Draft,
+            Self::Attend { mask: Mask::Causal } => {
+                let starts = inputs.find("query_start_loc").map(Tensor::to_i64).unwrap_or_default();
+                if starts.windows(2).all(|pair| pair[1] - pair[0] <= 1) {
+                    OperationKind::Decode
+                } else {
+                    OperationKind::Verify
+                }
+            }
+            Self::AttendContext { .. } => OperationKind::Context,
+            Self::MergePartials => OperationKind::MergePartials,
+            Self::MergeStates => OperationKind::MergeStates,
+            Self::MergeSegments { .. } => OperationKind::MergeSegments,
+            Self::PackLse => OperationKind::PackLse,
+        }
+    }
+}
+
 impl OperationKind {
     /// All operations, in a stable order.
     pub const ALL: [Self; 12] = [
@@ -204,7 +233,8 @@ const BLOCK_TABLE: TensorSpec = spec(
     "i32 [n, width]",
     "block ids, one per virtual block of B·dcp tokens; entries that are not needed hold ids out of range",
 );
-const OUT: TensorSpec = spec("out", Output, "bf16 [ranks, T, H, V or Dv]", "output of each rank's own heads");
+const OUT: TensorSpec =
+    spec("out", Output, "contract's output type [ranks, T, H, V or Dv]", "output of each rank's own heads");
 const LSE: TensorSpec = spec("lse", Output, "f32 [ranks, T, H]", "natural LSE of each rank's own heads");
 
 const LAYOUT: &[TensorSpec] = &[
@@ -337,6 +367,18 @@ mod tests {
             names.dedup();
             assert_eq!(names.len(), count, "{kind} names a tensor twice");
         }
+    }
+
+    #[test]
+    fn several_rows_of_a_request_make_a_causal_step_a_verification() {
+        let operation = Operation::Attend { mask: Mask::Causal };
+        let step = |starts: &[i32]| {
+            Tensors::new().with("query_start_loc", Tensor::from_i32(&[starts.len()], starts))
+        };
+        assert_eq!(operation.kind(&step(&[0, 1, 1, 2])), OperationKind::Decode);
+        assert_eq!(operation.kind(&step(&[0, 1, 3])), OperationKind::Verify);
+        let draft = Operation::Attend { mask: Mask::Bidirectional };
+        assert_eq!(draft.kind(&step(&[0, 1])), OperationKind::Draft);
     }
 
     #[test]

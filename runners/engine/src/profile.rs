@@ -64,16 +64,33 @@ pub struct OperationProfile {
     pub conventions: Conventions,
     /// Names of the optional outputs that replies carry (partials, row lengths, gathered queries): what localises a failure.
     pub observables: Vec<String>,
+    /// Outputs that this engine has nothing to say about, such as the sub-page table of an engine without sub-pages.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub absent: Vec<String>,
 }
 
 /// An engine's declaration.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Profile {
     /// Engine name, such as `cpu`.
     pub engine: String,
     /// Version of the engine.
     pub version: String,
+    /// Source revision, where the engine knows it.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub revision: String,
+    /// SHA-256, in hexadecimal, of each file that computes.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub files: BTreeMap<String, String>,
+    /// Devices that it runs on, in words.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<String>,
+    /// What an adapter computes itself because the engine has no function for it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub own_steps: Vec<String>,
+    /// Surroundings of the engine that an adapter put something else in the place of.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub replaced: Vec<String>,
     /// Operations that it performs. An operation that is absent is Unsupported.
     pub operations: BTreeMap<OperationKind, OperationProfile>,
     /// Rule sets that `validate` answers for.

@@ -78,6 +78,12 @@ pub enum EngineError {
         /// What the driver said.
         text: String,
     },
+    /// The session was lost to something that is not its own: nothing can be said of the engine by that.
+    #[error("session lost: {text}")]
+    Interrupted {
+        /// What happened.
+        text: String,
+    },
     /// The inputs do not fit the operation: a bug of the harness or of the case.
     #[error("input does not fit the operation: {0}")]
     Input(#[from] TensorError),

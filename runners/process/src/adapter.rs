@@ -1,0 +1,198 @@
+//! An adapter in Rust: any engine of this process answers for itself over the harness's socket.
+
+use std::collections::BTreeMap;
+use std::env;
+use std::os::unix::net::UnixStream;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::PathBuf;
+
+use serde::Serialize;
+use shardcheck_engine::{Answer, EffectivePath, Engine, EngineError, Operation, Session, Tensors};
+
+use crate::frame::{self, Frame, FrameError};
+use crate::hostile::Strike;
+use crate::message::{self, ErrorClass, Hello, MessageError, Outcome, Question, Reply, Said};
+use crate::progress::Progress;
+use crate::{ADDRESS_VARIABLE, FOLDER_VARIABLE, PROGRESS_VARIABLE, PROTOCOL, TOKEN_VARIABLE};
+
+/// Why an adapter ends early.
+#[derive(Debug, thiserror::Error)]
+pub enum AdapterError {
+    /// Nobody started it.
+    #[error("{0} is not set: an adapter is started by `shardcheck run --engine exec:CMD`")]
+    NotStarted(&'static str),
+    /// The socket.
+    #[error("no connection to the harness at {address}: {reason}")]
+    Unreachable {
+        /// Where it should be.
+        address: String,
+        /// What the system says.
+        reason: String,
+    },
+    /// The harness refuses.
+    #[error("the harness refuses this adapter: {0}")]
+    Refused(String),
+    /// A message.
+    #[error("{0}")]
+    Message(#[from] MessageError),
+}
+
+/// Answers until the harness says goodbye or leaves. With a strike it misbehaves on purpose.
+///
+/// # Errors
+/// [`AdapterError`].
+pub fn answer_for(engine: &dyn Engine, strike: Option<Strike>) -> Result<(), AdapterError> {
+    let mut desk = Desk::connect(engine, strike)?;
+    loop {
+        let frame = match frame::read(&mut desk.stream) {
+            Ok(frame) => frame,
+            Err(FrameError::Closed | FrameError::Broken(_)) => return Ok(()),
+            Err(error) => return Err(MessageError::from(error).into()),
+        };
+        match message::parse::<Question>(&frame)? {
+            Question::Bye => return Ok(()),
+            Question::Refused { reason } => return Err(AdapterError::Refused(reason)),
+            question => desk.answer(question, &frame)?,
+        }
+    }
+}
+
+struct Desk<'a> {
+    engine: &'a dyn Engine,
+    stream: UnixStream,
+    folder: PathBuf,
+    progress: Option<Progress>,
+    sessions: BTreeMap<u64, Box<dyn Session>>,
+    steps: u64,
+    strike: Option<Strike>,
+}
+
+impl<'a> Desk<'a> {
+    fn connect(engine: &'a dyn Engine, mut strike: Option<Strike>) -> Result<Self, AdapterError> {
+        let variable = |name| env::var(name).map_err(|_| AdapterError::NotStarted(name));
+        let (address, token) = (variable(ADDRESS_VARIABLE)?, variable(TOKEN_VARIABLE)?);
+        let folder = PathBuf::from(variable(FOLDER_VARIABLE)?);
+        let progress = env::var(PROGRESS_VARIABLE).ok();
+        let unreachable = |reason: String| AdapterError::Unreachable { address: address.clone(), reason };
+        let path = address.strip_prefix("unix:").ok_or_else(|| unreachable("not unix:PATH".to_owned()))?;
+        let stream = UnixStream::connect(path).map_err(|error| unreachable(error.to_string()))?;
+        let progress = progress.and_then(|path| Progress::open(path.as_ref()).ok());
+        let mut hello = Hello {
+            token,
+            protocol: [PROTOCOL, PROTOCOL],
+            sdk: concat!("rust ", env!("CARGO_PKG_VERSION")).to_owned(),
+            profile: Box::new(engine.profile().clone()),
+        };
+        if let Some(strike) = &mut strike {
+            strike.on_hello(&mut hello);
+        }
+        let (sessions, steps) = (BTreeMap::new(), 0);
+        let mut desk = Self { engine, stream, folder, progress, sessions, steps, strike };
+        desk.send(&Said::Hello(hello), &[])?;
+        Ok(desk)
+    }
+
+    fn answer(&mut self, question: Question, frame: &Frame) -> Result<(), AdapterError> {
+        let (id, outcome, outputs) = match question {
+            Question::Validate { id, rules, settings } => {
+                let validation = caught(|| self.engine.validate(rules, &settings));
+                (id, outcome(validation, |validation| ok(Some(validation))), Tensors::new())
+            }
+            Question::Open { id, session, configuration } => {
+                let opened = caught(|| self.engine.open(&configuration));
+                let sessions = &mut self.sessions;
+                let outcome = outcome(opened, |opened| {
+                    sessions.insert(session, opened);
+                    ok(None)
+                });
+                (id, outcome, Tensors::new())
+            }
+            Question::Step { id, session, operation, kind, attached } => {
+                self.steps += 1;
+                if let Some(progress) = &self.progress {
+                    // progress is a courtesy to whoever waits
+                    let _ = progress.enter(0, self.steps, kind.name());
+                }
+                let inputs = message::tensors(frame, &attached, &self.folder)?;
+                let (outcome, outputs) = self.step(session, &operation, inputs);
+                (id, outcome, outputs)
+            }
+            Question::Close { id, session } => {
+                self.sessions.remove(&session);
+                (id, ok(None), Tensors::new())
+            }
+            Question::Welcome { .. } | Question::Refused { .. } | Question::Bye => return Ok(()),
+        };
+        self.reply(id, outcome, outputs)
+    }
+
+    fn reply(&mut self, id: u64, outcome: Outcome, mut outputs: Tensors) -> Result<(), AdapterError> {
+        let mut strike = self.strike.take_if(|strike| strike.is_due(&outputs));
+        if let Some(strike) = &mut strike {
+            strike.before_reply(id, &mut outputs, &mut self.stream, &self.folder);
+        }
+        let (payload, attached) = message::attach(&outputs, &self.folder, &format!("outputs-{id}"))?;
+        let mut reply = Reply { id, outcome, attached };
+        if let Some(strike) = &mut strike {
+            strike.on_reply(&mut reply);
+        }
+        let said = Said::Reply(Box::new(reply));
+        self.send(&said, &payload)?;
+        match strike {
+            Some(strike) if strike.replies_twice() => self.send(&said, &payload),
+            _ => Ok(()),
+        }
+    }
+
+    fn step(&mut self, session: u64, operation: &Operation, mut inputs: Tensors) -> (Outcome, Tensors) {
+        let Some(open) = self.sessions.get_mut(&session) else {
+            let text = format!("there is no session {session}");
+            return (Outcome::Error { class: ErrorClass::Input, text, rank: None }, Tensors::new());
+        };
+        let before = inputs.clone();
+        let mut tensors = Tensors::new();
+        let answer = caught(|| open.step(operation, &mut inputs));
+        let outcome = outcome(answer, |reply| {
+            tensors = reply.outputs;
+            Outcome::Ok { effective: reply.effective, collectives: reply.collectives, result: None }
+        });
+        for (name, tensor) in inputs.iter().filter(|(name, tensor)| before.find(name) != Some(tensor)) {
+            tensors.insert(&format!("input_after.{name}"), tensor.clone());
+        }
+        (outcome, tensors)
+    }
+
+    fn send(&mut self, message: &impl Serialize, payload: &[u8]) -> Result<(), AdapterError> {
+        let header = serde_json::to_vec(message).map_err(MessageError::Header)?;
+        Ok(frame::write(&mut self.stream, &header, payload).map_err(MessageError::from)?)
+    }
+}
+
+fn ok(result: Option<shardcheck_engine::Validation>) -> Outcome {
+    Outcome::Ok { effective: EffectivePath::new(), collectives: Vec::new(), result }
+}
+
+fn outcome<T>(answer: Result<Answer<T>, EngineError>, done: impl FnOnce(T) -> Outcome) -> Outcome {
+    let error = |class, text, rank| Outcome::Error { class, text, rank };
+    match answer {
+        Ok(Answer::Done(value)) => done(value),
+        Ok(Answer::Unsupported(reason)) => Outcome::Unsupported { reason },
+        Err(EngineError::Timeout { rank, waiting_in, .. }) => error(ErrorClass::Timeout, waiting_in, rank),
+        Err(EngineError::DeviceLost { text }) => error(ErrorClass::DeviceLost, text, None),
+        Err(EngineError::Input(fault)) => error(ErrorClass::Input, fault.to_string(), None),
+        Err(EngineError::Crash { text } | EngineError::Interrupted { text }) => {
+            error(ErrorClass::Crash, text, None)
+        }
+    }
+}
+
+fn caught<T>(ask: impl FnOnce() -> Result<T, EngineError>) -> Result<T, EngineError> {
+    catch_unwind(AssertUnwindSafe(ask)).unwrap_or_else(|panic| {
+        let text = panic
+            .downcast_ref::<&str>()
+            .map(|text| (*text).to_owned())
+            .or_else(|| panic.downcast_ref::<String>().cloned())
+            .unwrap_or_else(|| "a panic without a text".to_owned());
+        Err(EngineError::Crash { text })
+    })
+}
