@@ -1,4 +1,5 @@
-"""Triton on a machine without a GPU: its interpreter, what kernels lack in it, and where it rounds unlike any device."""
+"""Triton on a machine without a GPU: its interpreter, what kernels lack in it, and where it rounds unlike any
+device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from shardcheck.dtypes import decode, encode
 # Triton's names of 8-bit floats, and ours.
 _NARROW = {"float8e4nv": "e4m3fn", "float8e4b8": "e4m3fnuz", "float8e5": "e5m2"}
 
-# What a kernel can't be launched with, and what the interpreter can't do: never a failure of the engine, never a pass.
+# What a kernel can't be launched with, and what the interpreter can't do: never a failure of the engine,
+# never a pass.
 _LIMITS = {
     "arange's range must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
     "Shape element 0 must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
@@ -21,7 +23,8 @@ _LIMITS = {
 
 
 def prepare(device: str) -> Any:
-    """Imports Triton for `device` (`cpu` or `cuda`) and returns the module. Must come before anything else imports it."""
+    """Imports Triton for `device` (`cpu` or `cuda`) and returns the module. Must come before anything else
+    imports it."""
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
     import triton
@@ -41,7 +44,8 @@ SHIMS = (
 
 
 def _complete_interpreted_functions() -> None:
-    """Launchers read `constexprs` of a kernel, the indices of its compile-time parameters, which only compiled ones have."""
+    """Launchers read `constexprs` of a kernel, the indices of its compile-time parameters, which only
+    compiled ones have."""
     from triton.runtime.interpreter import InterpretedFunction
 
     if not hasattr(InterpretedFunction, "constexprs"):
@@ -50,11 +54,16 @@ def _complete_interpreted_functions() -> None:
 
 def _constexprs(function: Any) -> list[int]:
     annotations = getattr(function.fn, "__annotations__", {})
-    return [index for index, name in enumerate(function.arg_names) if "constexpr" in str(annotations.get(name, ""))]
+    return [
+        index
+        for index, name in enumerate(function.arg_names)
+        if "constexpr" in str(annotations.get(name, ""))
+    ]
 
 
 def _convert_as_devices_do() -> None:
-    """The interpreter casts f32 to bf16 by cutting bits off, every device by rounding; NaN of an 8-bit float is a number to it."""
+    """The interpreter casts f32 to bf16 by cutting bits off, every device by rounding; NaN of an 8-bit float
+    is a number to it."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -79,7 +88,8 @@ def _convert_as_devices_do() -> None:
 
 @contextlib.contextmanager
 def limits() -> Iterator[None]:
-    """Turns what a kernel or the interpreter refuses by its nature into `Unsupported`, with the message that it gives."""
+    """Turns what a kernel or the interpreter refuses by its nature into `Unsupported`, with the message that
+    it gives."""
     try:
         yield
     except Exception as error:

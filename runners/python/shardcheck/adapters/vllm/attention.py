@@ -1,4 +1,5 @@
-"""A step of attention as vLLM runs it: query gather, decode kernel over each rank's own tokens, exchange and merge."""
+"""A step of attention as vLLM runs it: query gather, decode kernel over each rank's own tokens, exchange and
+merge."""
 
 from __future__ import annotations
 
@@ -30,9 +31,15 @@ class Batch:
     table: np.ndarray
 
     @staticmethod
-    def of(query: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, device: str) -> Batch:
+    def of(
+        query: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, device: str
+    ) -> Batch:
         """A batch from the tensors of a step: the query exactly in f32 on a CPU, as it is on a GPU."""
-        values = query.torch() if device != "cpu" else torch.from_numpy(np.ascontiguousarray(query.numpy(), dtype=np.float32))
+        values = (
+            query.torch()
+            if device != "cpu"
+            else torch.from_numpy(np.ascontiguousarray(query.numpy(), dtype=np.float32))
+        )
         arrays = [np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)]
         return Batch(values.to(device), *arrays)
 
@@ -51,7 +58,8 @@ class Batch:
 
 @dataclass
 class RankResult:
-    """What a rank computed: merged output and LSE of its own heads, its partial, and the tokens that each row saw."""
+    """What a rank computed: merged output and LSE of its own heads, its partial, and the tokens that each row
+    saw."""
 
     out: torch.Tensor
     lse: torch.Tensor
@@ -83,7 +91,9 @@ class Attention:
             "route": route,
             "query_replication": c.query_replication,
             "project_before_merge": False,
-            "kernel": (self.release.decode if c.attention.is_mla else self.release.decode_kernel).__qualname__,
+            "kernel": (
+                self.release.decode if c.attention.is_mla else self.release.decode_kernel
+            ).__qualname__,
         }
         if c.dcp > 1:
             effective["comm_backend"] = c.comm_backend
@@ -96,10 +106,14 @@ class Attention:
         if is_narrow(c.kv_dtype):
             self._check_quantised()
         if route == "verify" and release.verify_row_lens is None:
-            raise Unsupported("this release has no function for the local lengths of the rows of a multi-token step")
+            raise Unsupported(
+                "this release has no function for the local lengths of the rows of a multi-token step"
+            )
         if route == "draft":
             if not (release.drafts and c.attention.is_mla):
-                raise Unsupported("only the MLA backend of newer releases takes blocks whose rows all see the same tokens")
+                raise Unsupported(
+                    "only the MLA backend of newer releases takes blocks whose rows all see the same tokens"
+                )
             if len(set(batch.query_lens.tolist())) > 1:
                 raise Unsupported("the backend takes draft blocks of one length for all requests")
 
@@ -108,7 +122,9 @@ class Attention:
         if "k_scale" not in parameters(release.decode_kernel):
             raise Unsupported("the decode kernel of this release takes no scale of a quantised cache")
         if c.dcp > 1 and release.refuses_quantised_dcp:
-            raise Unsupported("this release asserts that there is no quantised cache under DCP: DCP not support fp8 kvcache now.")
+            raise Unsupported(
+                "this release asserts that no cache is quantised under DCP: DCP not support fp8 kvcache now."
+            )
 
     def _project(self, out: torch.Tensor, rank: int, w_uv: Tensor | None) -> torch.Tensor:
         """The up-projection of the attention layer, a batched product over heads."""
@@ -116,7 +132,9 @@ class Attention:
             return out
         c = self.configuration
         first = rank * c.heads_per_rank
-        weights = torch.from_numpy(np.ascontiguousarray(w_uv.numpy()[first : first + c.heads_per_rank], dtype=np.float32))
+        weights = torch.from_numpy(
+            np.ascontiguousarray(w_uv.numpy()[first : first + c.heads_per_rank], dtype=np.float32)
+        )
         projected = torch.bmm(out.float().transpose(0, 1), weights.to(out.device))
         return projected.transpose(0, 1).to(out.dtype)
 
@@ -150,7 +168,8 @@ class RankAttention:
         return RankResult(out, merged, *kept, row_lens)
 
     def _query(self, query: torch.Tensor, group: Any) -> torch.Tensor:
-        """Heads of the rank's group, `[T, Hg, Dk]`: gathered as the attention layer does, or taken at once under query replication."""
+        """Heads of the rank's group, `[T, Hg, Dk]`: gathered as the attention layer does, or taken at once
+        under query replication."""
         c = self.configuration
         if c.query_replication:
             first = self.rank // c.dcp * c.gathered_heads
@@ -158,8 +177,11 @@ class RankAttention:
         own = query[:, self.rank * c.heads_per_rank : (self.rank + 1) * c.heads_per_rank].contiguous()
         return group.all_gather(own, dim=1)
 
-    def _local(self, query: torch.Tensor, local: torch.Tensor, member: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Attention of all rows over the rank's own tokens: partial output, LSE, and the tokens that each row sees."""
+    def _local(
+        self, query: torch.Tensor, local: torch.Tensor, member: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Attention of all rows over the rank's own tokens: partial output, LSE, and the tokens that each row
+        sees."""
         batch = self.batch
         if self.route == "draft":
             return self._draft(query, local)
@@ -176,8 +198,11 @@ class RankAttention:
         out, lse = self._kernel(query, table, lens, causal=True)
         return out, lse, lens
 
-    def _draft(self, query: torch.Tensor, local: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A block whose rows all see the whole request. The backend spreads requests over rows itself; it is not shown padding."""
+    def _draft(
+        self, query: torch.Tensor, local: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A block whose rows all see the whole request. The backend spreads requests over rows itself; it is
+        not shown padding."""
         batch = self.batch
         check_pages(batch.table, local, self.configuration)
         rows = int(batch.starts[-1])
@@ -185,10 +210,14 @@ class RankAttention:
         padding = len(query) - rows
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, padding), value=float("nan"))
         lse = torch.nn.functional.pad(lse, (0, 0, 0, padding), value=float("-inf"))
-        row_lens = torch.nn.functional.pad(local.repeat_interleave(torch.from_numpy(batch.query_lens)), (0, padding))
+        row_lens = torch.nn.functional.pad(
+            local.repeat_interleave(torch.from_numpy(batch.query_lens)), (0, padding)
+        )
         return out, lse, row_lens
 
-    def _kernel(self, query: torch.Tensor, table: np.ndarray, lens: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _kernel(
+        self, query: torch.Tensor, table: np.ndarray, lens: torch.Tensor, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.release.device
         block_table, lens = torch.from_numpy(table).to(device), lens.to(device)
         keys = self.cache.read("key_cache", device)
@@ -197,7 +226,9 @@ class RankAttention:
                 return self._latent(query, keys, block_table, lens, causal)
             return self._grouped(query, keys, self.cache.read("value_cache", device), block_table, lens)
 
-    def _latent(self, query: Any, keys: Any, block_table: Any, lens: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _latent(
+        self, query: Any, keys: Any, block_table: Any, lens: Any, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The decode of the Triton MLA backend, on an object with the attributes that it reads."""
         c = self.configuration
         scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)
@@ -218,8 +249,11 @@ class RankAttention:
         layer = SimpleNamespace(_k_scale=scale, _v_scale=scale)
         return self.release.decode(backend, query, keys[:, :, 0], metadata, layer)
 
-    def _grouped(self, query: Any, keys: Any, values: Any, block_table: Any, lens: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """The decode kernel as its callers set it up: no backend of the engine puts grouped queries through it under DCP."""
+    def _grouped(
+        self, query: Any, keys: Any, values: Any, block_table: Any, lens: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The decode kernel as its callers set it up: no backend of the engine puts grouped queries through
+        it under DCP."""
         c = self.configuration
         rows, heads = query.shape[:2]
         out = torch.zeros(rows, heads, c.value_dim, dtype=query.dtype, device=query.device)

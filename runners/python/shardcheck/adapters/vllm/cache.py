@@ -12,7 +12,7 @@ from shardcheck import Configuration, InputError, Tensor
 
 
 class Caches:
-    """Caches of all ranks as codes, `[ranks, blocks, B, K, width]`; every slot holds NaN until it is written."""
+    """Caches of all ranks as codes, `[ranks, blocks, B, K, width]`; each slot is NaN until it is written."""
 
     def __init__(self, configuration: Configuration) -> None:
         c = configuration
@@ -37,7 +37,9 @@ class Caches:
     def load(self, name: str, tensor: Tensor) -> None:
         """Replaces a cache by a given one."""
         if tensor.dtype != self.dtype or tensor.shape != self.codes[name].shape:
-            raise InputError(f"{name} is {tensor.dtype} {list(tensor.shape)}, not {self.dtype} {list(self.codes[name].shape)}")
+            raise InputError(
+                f"{name} is {tensor.dtype} {tensor.shape}, not {self.dtype} {self.codes[name].shape}"
+            )
         self.codes[name] = tensor.codes.copy()
 
     def tensors(self) -> dict[str, Tensor]:
@@ -62,7 +64,8 @@ class RankCache:
     codes: dict[str, np.ndarray]
 
     def read(self, name: str, device: str) -> torch.Tensor:
-        """A cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, 16-bit values exactly in f32 on a CPU."""
+        """A cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, 16-bit values exactly in f32 on
+        a CPU."""
         tensor = Tensor(self.dtype, self.codes[name])
         if device == "cpu" and not is_narrow(self.dtype):
             return torch.from_numpy(np.ascontiguousarray(tensor.numpy(), dtype=np.float32))
@@ -75,9 +78,16 @@ def is_narrow(dtype: str) -> bool:
 
 
 def gather_rows(
-    src_cache: Any, dst: Any, block_table: Any, cu_seq_lens: Any, seq_starts: Any = None, scale: Any = None, **_: Any
+    src_cache: Any,
+    dst: Any,
+    block_table: Any,
+    cu_seq_lens: Any,
+    seq_starts: Any = None,
+    scale: Any = None,
+    **_: Any,
 ) -> None:
-    """Copies rows of paged caches `[blocks, B, width]` to `dst`, request after request, times `scale` where the cache is quantised.
+    """Copies rows of paged caches `[blocks, B, width]` to `dst`, request after request, times `scale` where
+    the cache is quantised.
 
     Stands for `cp_gather_cache` and `gather_and_maybe_dequant_cache`, which are compiled.
     """
@@ -89,5 +99,7 @@ def gather_rows(
             entry, offset = divmod(first + row, block)
             identity = int(block_table[request, entry])
             if not 0 <= identity < len(src_cache):
-                raise RuntimeError(f"illegal address: block {identity} of {len(src_cache)}, entry {entry} of request {request}")
+                raise RuntimeError(
+                    f"illegal address: block {identity} of {len(src_cache)}, entry {entry} of {request}"
+                )
             dst[bounds[request] + row] = values[identity, offset]
