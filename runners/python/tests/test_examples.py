@@ -170,7 +170,7 @@ class NumpyDcp(unittest.TestCase):
         for scene in scenes():
             with (
                 self.subTest(scene.json),
-                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32", "--partial", "f32"]) as harness,
             ):
                 harness.start()
                 self.assertEqual(harness.open(**scene.json)["status"], "ok")
@@ -191,7 +191,7 @@ class NumpyDcp(unittest.TestCase):
                 continue
             with (
                 self.subTest(scene.json),
-                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32", "--partial", "f32"]) as harness,
             ):
                 harness.start()
                 harness.open(**scene.json)
@@ -218,11 +218,38 @@ class NumpyDcp(unittest.TestCase):
                 sums = outputs["chunk_lens"].codes.sum(axis=1)
                 np.testing.assert_array_equal(sums, np.tile(cached, (scene.configuration.tp, 1)))
 
+    def test_partials_are_exchanged_in_bf16_with_their_lses_in_lanes_unless_told_otherwise(self):
+        for order in ("hi_lo", "lo_hi"):
+            scene = Scene(10, [9, 4], [1, 1], tp=2, dcp=2, lane_order=order)
+            with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+                harness.start()
+                harness.open(**scene.json)
+                harness.step("write_kv", scene.write(scene.lens))
+                reply, outputs = harness.step("decode", scene.attend())
+            self.assertEqual(reply["effective"]["lane_order"], order)
+            partials = outputs["partial_out"].codes
+            np.testing.assert_array_equal(Tensor.from_f32("bf16", partials).numpy(), partials)
+            out, lse = scene.expected(True)
+            np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, atol=0.02)
+            np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+
+    def test_a_kernel_with_fixed_widths_computes_the_same_heads(self):
+        scene = Scene(11, [9, 4], [1, 1], tp=2, dcp=2, kernel_head_widths=[3, 7, 16])
+        with Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32", "--partial", "f32"]) as harness:
+            harness.start()
+            harness.open(**scene.json)
+            harness.step("write_kv", scene.write(scene.lens))
+            reply, outputs = harness.step("decode", scene.attend())
+        self.assertEqual(reply["effective"]["kernel_heads"], "7")
+        np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), scene.expected(True)[0], atol=3e-6)
+
     def test_the_projection_is_the_same_before_and_after_the_merge(self):
         for before in (False, True):
             scene = Scene(6, [9, 4], [1, 1], tp=2, dcp=2, project_before_merge=before)
             weights = scene.drawn(scene.configuration.total_heads, 8, 6)
-            with Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness:
+            with Harness(
+                ["examples/numpy_dcp.py:NumpyDcp", "--output", "f32", "--partial", "f32"]
+            ) as harness:
                 harness.start()
                 harness.open(**scene.json)
                 harness.step("write_kv", scene.write(scene.lens))

@@ -30,7 +30,9 @@ class VirtualRanksTest(unittest.TestCase):
 
     def test_a_rank_that_ends_while_others_wait_is_named(self) -> None:
         ranks = VirtualRanks(3)
-        with self.assertRaisesRegex(CollectiveMismatch, "rank 0 waits in gather, rank 1 has ended, rank 2 waits in gather"):
+        with self.assertRaisesRegex(
+            CollectiveMismatch, "rank 0 waits in gather, rank 1 has ended, rank 2 waits in gather"
+        ):
             ranks.run(lambda rank: None if rank == 1 else ranks.exchange("gather", rank))
 
     def test_ranks_in_different_collectives_are_named(self) -> None:

@@ -36,13 +36,25 @@ class FetchTest(unittest.TestCase):
         return path
 
     def test_only_python_files_and_metadata_are_unpacked_and_the_wheel_is_gone(self) -> None:
-        wheel = self.wheel({"engine/a.py": "x = 1\n", "engine/_C.abi3.so": "elf", "engine-1.0.dist-info/METADATA": "Version: 1.0\n"})
+        wheel = self.wheel(
+            {
+                "engine/a.py": "x = 1\n",
+                "engine/_C.abi3.so": "elf",
+                "engine-1.0.dist-info/METADATA": "Version: 1.0\n",
+            }
+        )
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
         fetch.unpack("engine", "engine", "1.0", wheel, self.folder / "unpacked")
-        found = {p.relative_to(self.folder / "unpacked").as_posix() for p in (self.folder / "unpacked").rglob("*") if p.is_file()}
+        found = {
+            p.relative_to(self.folder / "unpacked").as_posix()
+            for p in (self.folder / "unpacked").rglob("*")
+            if p.is_file()
+        }
         self.assertEqual(found, {"engine/a.py", "engine-1.0.dist-info/METADATA", fetch.MANIFEST})
         manifest = fetch.read_manifest(self.folder / "unpacked")
-        self.assertEqual((manifest["wheel_sha256"], manifest["version"], manifest["files"]), (digest, "1.0", 1))
+        self.assertEqual(
+            (manifest["wheel_sha256"], manifest["version"], manifest["files"]), (digest, "1.0", 1)
+        )
         self.assertFalse(wheel.exists())
 
     def test_a_member_outside_of_the_folder_is_refused(self) -> None:
@@ -68,11 +80,11 @@ class FetchTest(unittest.TestCase):
         self.assertEqual([entry.name for entry in self.folder.iterdir()], ["vllm-1.0"])
 
     def test_each_failure_says_what_to_do(self) -> None:
-        none = "ERROR: Could not find a version that satisfies the requirement vllm==9.9 (from versions: 0.33.0, 0.34.0)\n"
+        none = "ERROR: Could not find a version that satisfies vllm==9.9 (from versions: 0.33.0, 0.34.0)\n"
         cases = {
             f"{none}ERROR: No matching distribution found for vllm==9.9": "there are 0.33.0, 0.34.0",
-            "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device": "set SHARDCHECK_CACHE",
-            "WARNING: Retrying after connection broken by 'NewConnectionError'\nERROR: No matching distribution": "--folder",
+            "ERROR: Could not install: [Errno 28] No space left on device": "set SHARDCHECK_CACHE",
+            "WARNING: connection broken by 'NewConnectionError'\nERROR: No matching distribution": "--folder",
             "/usr/bin/python3: No module named pip": "has no pip",
         }
         for output, expected in cases.items():

@@ -74,17 +74,26 @@ class LoaderTest(unittest.TestCase):
 
     def test_what_a_stub_decided_at_import_is_listed(self) -> None:
         self.assertFalse(self.kernels.FAST)
-        self.assertIn(f"decided at import by a stub, taken as false: {self.name}.heavy.config.fast", self.package.described())
+        self.assertIn(
+            f"decided at import by a stub, taken as false: {self.name}.heavy.config.fast",
+            self.package.described(),
+        )
 
     def test_a_decorated_class_is_a_stub_rather_than_half_a_class(self) -> None:
         self.assertIsInstance(self.kernels.Kernel, Stub)
 
     def test_an_operation_that_comes_to_a_stub_is_an_error(self) -> None:
-        with self.assertRaisesRegex(StubUsed, f"{self.name}.heavy.scale is called"), self.package.ledger.watching():
+        with (
+            self.assertRaisesRegex(StubUsed, f"{self.name}.heavy.scale is called"),
+            self.package.ledger.watching(),
+        ):
             self.kernels.scaled(3)
 
     def test_a_use_that_the_engine_swallows_is_an_error_all_the_same(self) -> None:
-        with self.assertRaisesRegex(StubUsed, "the result hangs on stubs: .*scale"), self.package.ledger.watching():
+        with (
+            self.assertRaisesRegex(StubUsed, "the result hangs on stubs: .*scale"),
+            self.package.ledger.watching(),
+        ):
             self.assertEqual(self.kernels.guarded(3), 3)
 
     def test_an_operation_without_stubs_passes(self) -> None:

@@ -1,4 +1,5 @@
-"""Releases of vLLM through their adapter: a healthy one is right to rounding, old ones show the faults that they are known for."""
+"""Releases of vLLM through their adapter: a healthy one is right to rounding, old ones show the faults that
+they are known for."""
 
 import functools
 import importlib.util
@@ -13,7 +14,8 @@ from shardcheck.fetch import engine_folder, read_manifest
 from tests.skips import skip
 
 HEALTHY = "0.33.0"
-# f32 over a few dozen tokens of unit normal data; the harness derives its bounds itself, this one only tells right from wrong
+# f32 over a few dozen tokens of unit normal data; the harness derives its bounds itself, this one only tells
+# right from wrong
 CLOSE = 3e-6
 
 
@@ -53,17 +55,28 @@ class ReleasesTest(unittest.TestCase):
     def test_a_healthy_release_is_right_in_every_step_that_it_has(self) -> None:
         found = self.of(HEALTHY)
         for name in (
-            *("one rank, projected", "no rank empty", "no rank empty, a2a", "one rank empty", "one rank empty, a2a"),
+            *(
+                "one rank, projected",
+                "no rank empty",
+                "no rank empty, a2a",
+                "one rank empty",
+                "one rank empty, a2a",
+            ),
             *("two groups, padding, projected", "interleave", "grouped", "verify", "draft", "context"),
         ):
             with self.subTest(name):
                 self.assert_right(found[name])
-        self.assertEqual((found["both states empty"], found["all partials empty"]), ({"nan": False}, {"nan": False}))
+        self.assertEqual(
+            (found["both states empty"], found["all partials empty"]), ({"nan": False}, {"nan": False})
+        )
 
     def test_a_healthy_release_declares_what_it_runs_and_uses_no_stub(self) -> None:
         self.of(HEALTHY)
         self.assertEqual(outcomes(HEALTHY)["used stubs"], [])
-        self.assertLessEqual({"decode", "verify", "draft", "context", "merge_segments", "pack_lse"}, set(outcomes(HEALTHY)["operations"]))
+        self.assertLessEqual(
+            {"decode", "verify", "draft", "context", "merge_segments", "pack_lse"},
+            set(outcomes(HEALTHY)["operations"]),
+        )
 
     def test_every_rank_enters_as_many_collectives_as_the_exchange_has(self) -> None:
         found = self.of(HEALTHY)
@@ -114,7 +127,9 @@ class ReleasesTest(unittest.TestCase):
         found = self.of("0.11.0")
         self.assertIsNone(found["one rank empty"]["out"])
         self.assert_right(found["no rank empty"])
-        self.assertEqual((found["both states empty"], found["all partials empty"]), ({"nan": True}, {"nan": True}))
+        self.assertEqual(
+            (found["both states empty"], found["all partials empty"]), ({"nan": True}, {"nan": True})
+        )
 
     def test_what_a_release_does_not_have_yet_is_unsupported(self) -> None:
         found = self.of("0.11.0")

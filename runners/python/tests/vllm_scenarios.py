@@ -1,7 +1,8 @@
-"""One release of vLLM through its adapter, against float64 attention over all tokens: `python -m tests.vllm_scenarios RELEASE`.
+"""One release of vLLM through its adapter, against float64 attention over all tokens: `python -m
+tests.vllm_scenarios RELEASE`.
 
-A process serves one release, so the tests run this module once for each and read the JSON that it prints: by scenario either
-`unsupported` with the reason, or the largest errors, `null` where something is NaN.
+A process serves one release, so the tests run this module once for each and read the JSON that it prints: by
+scenario either `unsupported` with the reason, or the largest errors, `null` where something is NaN.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ def run(engine: Any, scenario: Scenario) -> dict[str, Any]:
 
 
 def draw(scenario: Scenario) -> dict[str, Any]:
-    """Inputs of a scenario: tokens of all requests, a shuffled block table with wild ids where none is needed, rows."""
+    """Inputs of a scenario: tokens of all requests, a shuffled block table with wild ids where none is
+    needed, rows."""
     c, rng = scenario.configuration, np.random.default_rng(scenario.seed)
     lens = np.array(scenario.lens, dtype=np.int32)
     pages = -(-lens // c.virtual_block_tokens)
@@ -119,7 +121,9 @@ def step(session: Any, scenario: Scenario, batch: dict[str, Any]) -> Reply:
     if scenario.route == "context":
         given = named("query", "query_start_loc", "block_table")
         return session.context(scenario.budget, key=batch["new"], context_lens=batch["seq_lens"], **given)
-    return getattr(session, scenario.route)(**named("query", "seq_lens", "query_start_loc", "block_table", "w_uv"))
+    return getattr(session, scenario.route)(
+        **named("query", "seq_lens", "query_start_loc", "block_table", "w_uv")
+    )
 
 
 def layout_errors(engine: Any, session: Any, scenario: Scenario, batch: dict[str, Any]) -> dict[str, Any]:
@@ -131,8 +135,13 @@ def layout_errors(engine: Any, session: Any, scenario: Scenario, batch: dict[str
     owner = positions // c.interleave % c.dcp
     local = positions // (c.interleave * c.dcp) * c.interleave + positions % c.interleave
     block = batch["block_table"].codes[requests, positions // c.virtual_block_tokens]
-    slots = [np.where(owner == r % c.dcp, block * c.block_size + local % c.block_size, -1) for r in range(c.tp)]
-    lens = [[((owner == r % c.dcp) & (requests == i)).sum() for i in range(len(scenario.lens))] for r in range(c.tp)]
+    slots = [
+        np.where(owner == r % c.dcp, block * c.block_size + local % c.block_size, -1) for r in range(c.tp)
+    ]
+    lens = [
+        [((owner == r % c.dcp) & (requests == i)).sum() for i in range(len(scenario.lens))]
+        for r in range(c.tp)
+    ]
     found = {"slots": int((outputs["slots"] != np.stack(slots)).sum())}
     if "local_lens" in outputs:
         found["local_lens"] = int((Tensor.of(outputs["local_lens"]).codes != np.array(lens)).sum())
@@ -146,7 +155,10 @@ def reference(scenario: Scenario, batch: dict[str, Any]) -> tuple[np.ndarray, np
     value = key[..., : c.value_dim] if batch["value"] is None else batch["value"].numpy().astype(np.float64)
     new = batch["new"].numpy().astype(np.float64)
     positions, requests = batch["positions"].codes, batch["requests"].codes
-    out, lse = np.zeros((len(query), c.total_heads, c.value_dim)), np.full((len(query), c.total_heads), -np.inf)
+    out, lse = (
+        np.zeros((len(query), c.total_heads, c.value_dim)),
+        np.full((len(query), c.total_heads), -np.inf),
+    )
     for request, length in enumerate(scenario.lens):
         for t in range(scenario.rows):
             row = request * scenario.rows + t
@@ -183,7 +195,12 @@ def merges(engine: Any) -> dict[str, Any]:
     lse = rng.normal(size=(2, 3, 2)).astype(np.float32)
     lse[:, 0] = -np.inf
     state = [Tensor("f32", rng.normal(size=(3, 2, 8)).astype(np.float32)) for _ in range(2)]
-    tensors = {"prefix_out": state[0], "suffix_out": state[1], "prefix_lse": Tensor("f32", lse[0]), "suffix_lse": Tensor("f32", lse[1])}
+    tensors = {
+        "prefix_out": state[0],
+        "suffix_out": state[1],
+        "prefix_lse": Tensor("f32", lse[0]),
+        "suffix_lse": Tensor("f32", lse[1]),
+    }
     reply = engine.open(c).merge_states(**tensors)
     found["both states empty"] = {"nan": bool(np.isnan(Tensor.of(reply.outputs["out"]).numpy()[:, 0]).any())}
     lse = rng.normal(size=(4, 2, 8)).astype(np.float32)

@@ -1,1 +1,2 @@
-"""Adapters of published engines, and what they share: a loader of single modules, ranks in one process, Triton's interpreter."""
+"""Adapters of published engines, and what they share: a loader of single modules, ranks in one process,
+Triton's interpreter."""

@@ -1,8 +1,10 @@
-"""Ranks of one group in one process: a thread each, of which one runs at a time, and collectives between them.
+"""Ranks of one group in one process: a thread each, of which one runs at a time, and collectives between
+them.
 
-Only the thread that holds the baton runs; it hands it on when it enters a collective. That makes the order of events the same each time,
-needs no process to start, and is safe for engines whose interpreter keeps global state. A collective is complete when every rank has
-entered it. Ranks that enter different ones, or end while others wait, would hang on a real machine: here they get a `CollectiveMismatch`.
+Only the thread that holds the baton runs; it hands it on when it enters a collective. That makes the order of
+events the same each time, needs no process to start, and is safe for engines whose interpreter keeps global
+state. A collective is complete when every rank has entered it. Ranks that enter different ones, or end while
+others wait, would hang on a real machine: here they get a `CollectiveMismatch`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from shardcheck import TimedOut
 
 
 class CollectiveMismatch(TimedOut):
-    """The ranks of a group did not enter the same collectives: on a real machine they would wait until somebody gives up."""
+    """The ranks of a group did not enter the same collectives: on a real machine they would wait until
+    somebody gives up."""
 
 
 class _Aborted(BaseException):
@@ -36,12 +39,17 @@ class VirtualExecutor:
         self.engine = engine
 
     def run(self, jobs: Sequence[Job], world: int) -> tuple[list[Any], list[int]]:
-        """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group `g`."""
+        """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group
+        `g`."""
         results: list[Any] = []
         entered: list[int] = []
         for first in range(0, len(jobs), world):
             ranks = VirtualRanks(world)
-            results += ranks.run(lambda rank, at=first, ranks=ranks: jobs[at + rank].run(self.engine, VirtualGroup(ranks, rank)))
+            results += ranks.run(
+                lambda rank, at=first, ranks=ranks: jobs[at + rank].run(
+                    self.engine, VirtualGroup(ranks, rank)
+                )
+            )
             entered += ranks.entered
         return results, entered
 
@@ -71,7 +79,9 @@ class VirtualRanks:
     def run(self, function: Callable[[int], Any]) -> list[Any]:
         """Results of `function(rank)` in rank order; raises what the first failing rank raised."""
         outcomes: list[Any] = [None] * self.world
-        threads = [threading.Thread(target=self._rank, args=(rank, function, outcomes)) for rank in range(self.world)]
+        threads = [
+            threading.Thread(target=self._rank, args=(rank, function, outcomes)) for rank in range(self.world)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -123,7 +133,10 @@ class VirtualRanks:
             return
         names = {rank: name for rank, (name, _) in self._waiting.items()}
         if self._finished or len(set(names.values())) > 1:
-            where = [f"rank {rank} {'waits in ' + names[rank] if rank in names else 'has ended'}" for rank in range(self.world)]
+            where = [
+                f"rank {rank} {'waits in ' + names[rank] if rank in names else 'has ended'}"
+                for rank in range(self.world)
+            ]
             self._fail(CollectiveMismatch("the ranks would wait for ever: " + ", ".join(where), min(names)))
             return
         values = [self._waiting[rank][1] for rank in range(self.world)]
@@ -141,7 +154,8 @@ class VirtualRanks:
 
 
 class VirtualGroup:
-    """One rank's view of a group, with the methods that engines call on their group coordinators. Tensors are torch tensors."""
+    """One rank's view of a group, with the methods that engines call on their group coordinators. Tensors are
+    torch tensors."""
 
     def __init__(self, ranks: VirtualRanks, rank: int) -> None:
         self.ranks = ranks
@@ -170,17 +184,23 @@ class VirtualGroup:
         return _sum(self.ranks.exchange("all_reduce", tensor.clone()))
 
     def reduce_scatter(self, tensor: Any, dim: int = -1) -> Any:
-        """This rank's part along `dim` of the sum over ranks, added in rank order in the tensor's own type."""
+        """This rank's part along `dim` of the sum over ranks, added in rank order in its own type."""
         if self.world_size == 1:
             return tensor
-        parts = [part.chunk(self.world_size, dim=dim)[self.rank] for part in self.ranks.exchange("reduce_scatter", tensor.clone())]
+        parts = [
+            part.chunk(self.world_size, dim=dim)[self.rank]
+            for part in self.ranks.exchange("reduce_scatter", tensor.clone())
+        ]
         return _sum(parts).contiguous()
 
     def all_to_all_single(self, output: Any, sent: Any) -> None:
-        """Equal parts of `sent`, one for each rank; `output` receives the parts meant for this rank, in rank order."""
+        """Equal parts of `sent`, one for each rank; `output` receives the parts meant for this rank, in rank
+        order."""
         import torch
 
-        parts = [part.chunk(self.world_size)[self.rank] for part in self.ranks.exchange("all_to_all", sent.clone())]
+        parts = [
+            part.chunk(self.world_size)[self.rank] for part in self.ranks.exchange("all_to_all", sent.clone())
+        ]
         output.copy_(torch.cat(parts).view_as(output))
 
     def all_gather_into_tensor(self, output: Any, sent: Any) -> None:
@@ -191,7 +211,8 @@ class VirtualGroup:
 
 
 class VirtualDistributed:
-    """Stands for the module `torch.distributed` where an engine calls its functions with a group: those of `VirtualGroup`."""
+    """Stands for the module `torch.distributed` where an engine calls its functions with a group: those of
+    `VirtualGroup`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -199,14 +220,18 @@ class VirtualDistributed:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    def all_to_all_single(self, output: Any, input: Any, *_: Any, group: Any = None, async_op: bool = False, **__: Any) -> Any:
+    def all_to_all_single(
+        self, output: Any, input: Any, *_: Any, group: Any = None, async_op: bool = False, **__: Any
+    ) -> Any:
         """As `torch.distributed.all_to_all_single`, with equal parts."""
         if not isinstance(group, VirtualGroup):
             return self._module.all_to_all_single(output, input, *_, group=group, async_op=async_op, **__)
         group.all_to_all_single(output, input)
         return _Done() if async_op else None
 
-    def all_gather_into_tensor(self, output: Any, input: Any, group: Any = None, async_op: bool = False) -> Any:
+    def all_gather_into_tensor(
+        self, output: Any, input: Any, group: Any = None, async_op: bool = False
+    ) -> Any:
         """As `torch.distributed.all_gather_into_tensor`."""
         if not isinstance(group, VirtualGroup):
             return self._module.all_gather_into_tensor(output, input, group=group, async_op=async_op)

@@ -1,9 +1,10 @@
 """Loads chosen modules of an unpacked release as they are, and a recorded stub in the place of every other.
 
-An engine's context-parallel code imports half of its package: configuration, models, compiled kernels. `Package` serves the files on an
-allow-list, unchanged; whatever else of the package they import becomes a `Stub`. Importing and decorating with stubs is harmless.
-*Using* one while an operation runs is not, since what comes out is not the engine's: `StubUsed` is raised, and remembered in case the
-engine catches it, so that no result of a stub can pass for one of the engine.
+An engine's context-parallel code imports half of its package: configuration, models, compiled kernels.
+`Package` serves the files on an allow-list, unchanged; whatever else of the package they import becomes a
+`Stub`. Importing and decorating with stubs is harmless. *Using* one while an operation runs is not, since
+what comes out is not the engine's: `StubUsed` is raised, and remembered in case the engine catches it, so
+that no result of a stub can pass for one of the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class StubUsed(RuntimeError):
 
 
 class Ledger:
-    """What became of the parts that aren't there: which were imported, touched, used, and which decided something at import."""
+    """What became of the parts that aren't there: which were imported, touched, used, and which decided
+    something at import."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -44,7 +46,9 @@ class Ledger:
         """A stub was to act; raises `StubUsed` while an operation runs."""
         if self._watching:
             self.used.append(f"{name} ({how})")
-            raise StubUsed(f"{name} is {how}, but only a stub stands there: it is not among the files that are served")
+            raise StubUsed(
+                f"{name} is {how}, but only a stub stands there: it is not among the files that are served"
+            )
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -60,7 +64,8 @@ class Ledger:
 
 
 class Stub:
-    """Stands for a name of a module that isn't served. At import it may be called, subscripted, derived from and decorated with."""
+    """Stands for a name of a module that isn't served. At import it may be called, subscripted, derived from
+    and decorated with."""
 
     def __init__(self, ledger: Ledger, name: str) -> None:
         self.__dict__.update(_ledger=ledger, _name=name)
@@ -130,7 +135,8 @@ def _base(ledger: Ledger, name: str) -> type:
 
 
 class StubModule(types.ModuleType):
-    """A module that isn't served: chosen attributes, and stubs for all others. Served modules below it are found as usual."""
+    """A module that isn't served: chosen attributes, and stubs for all others. Served modules below it are
+    found as usual."""
 
     def __init__(self, package: Package, name: str, attributes: Mapping[str, Any]) -> None:
         super().__init__(name)
@@ -166,7 +172,9 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
     def get_data(self, path: str) -> bytes:
         content = super().get_data(path)
         if path == self.path:
-            self.package.hashes[Path(path).relative_to(self.package.folder).as_posix()] = hashlib.sha256(content).hexdigest()
+            self.package.hashes[Path(path).relative_to(self.package.folder).as_posix()] = hashlib.sha256(
+                content
+            ).hexdigest()
         return content
 
     def set_data(self, path: str, data: bytes, *, _mode: int = 0o666) -> None:
@@ -176,8 +184,9 @@ class _FileLoader(importlib.machinery.SourceFileLoader):
 class Package(importlib.abc.MetaPathFinder):
     """One package of an unpacked release.
 
-    `name` is the package, `folder` the folder that holds it, `served` the modules that are loaded from their files, `replaced` what stands
-    in for others: attributes by module name. `foreign` are packages of others that stubs stand for where they are not installed.
+    `name` is the package, `folder` the folder that holds it, `served` the modules that are loaded from their
+    files, `replaced` what stands in for others: attributes by module name. `foreign` are packages of others
+    that stubs stand for where they are not installed.
     """
 
     def __init__(
@@ -214,7 +223,8 @@ class Package(importlib.abc.MetaPathFinder):
         return module in self.served and self.path_of(module) is not None
 
     def load(self, module: str) -> types.ModuleType | None:
-        """A served module, or `None` where the release has no such file. What its import raises passes through."""
+        """A served module, or `None` where the release has no such file. What its import raises passes
+        through."""
         return importlib.import_module(module) if self.is_real(module) else None
 
     def first(self, modules: Iterable[str], symbol: str) -> Any:
@@ -226,8 +236,11 @@ class Package(importlib.abc.MetaPathFinder):
                 return found
         return None
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        """Finds served files, replacements and stubs; a module that the release doesn't have is not found, as it should be."""
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Finds served files, replacements and stubs; a module that the release doesn't have is not found, as
+        it should be."""
         if fullname != self.name and not fullname.startswith(f"{self.name}."):
             return None
         if fullname in self.replaced:
@@ -247,10 +260,17 @@ class Package(importlib.abc.MetaPathFinder):
 
     def described(self) -> list[str]:
         """What was replaced, for a profile."""
-        given = [f"{module}: {', '.join(sorted(attributes))}" for module, attributes in sorted(self.replaced.items()) if attributes]
+        given = [
+            f"{module}: {', '.join(sorted(attributes))}"
+            for module, attributes in sorted(self.replaced.items())
+            if attributes
+        ]
         stubs = sorted(module for module in self.ledger.modules if module != self.name)
-        summary = f"{len(stubs)} modules that are imported but not served are stubs that may not act: {', '.join(stubs)}"
-        decided = [f"decided at import by a stub, taken as false: {name}" for name in sorted(self.ledger.decisions)]
+        named = ", ".join(stubs)
+        summary = f"{len(stubs)} modules that are imported but not served are stubs that may not act: {named}"
+        decided = [
+            f"decided at import by a stub, taken as false: {name}" for name in sorted(self.ledger.decisions)
+        ]
         return given + ([summary] if stubs else []) + decided
 
 
@@ -260,7 +280,9 @@ class _Foreign(importlib.abc.MetaPathFinder):
     def __init__(self, package: Package) -> None:
         self.package = package
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, fullname: str, path: Any = None, target: Any = None
+    ) -> importlib.machinery.ModuleSpec | None:
         """A stub for a module of a foreign package."""
         if fullname.partition(".")[0] not in self.package.foreign:
             return None

@@ -1,7 +1,9 @@
-"""Ranks as processes: a pool that stays up, joined by torch.distributed, each process with an engine of its own.
+"""Ranks as processes: a pool that stays up, joined by torch.distributed, each process with an engine of its
+own.
 
-What `VirtualExecutor` does in one process, `ProcessExecutor` does in as many as a group has ranks, over gloo on the loopback device. It is
-slower and needs more memory; it is there to show that the simulated collectives of the one are those of the other.
+What `VirtualExecutor` does in one process, `ProcessExecutor` does in as many as a group has ranks, over gloo
+on the loopback device. It is slower and needs more memory; it is there to show that the simulated collectives
+of the one are those of the other.
 """
 
 from __future__ import annotations
@@ -26,14 +28,16 @@ class RankFailed(RuntimeError):
 
 
 class ProcessExecutor:
-    """Runs the jobs of all ranks of a step in processes. `make_engine` is called in each of them and must be picklable."""
+    """Runs the jobs of all ranks of a step in processes. `make_engine` is called in each of them and must be
+    picklable."""
 
     def __init__(self, make_engine: Callable[[], Any]) -> None:
         self.make_engine = make_engine
         self._pools: dict[int, _Pool] = {}
 
     def run(self, jobs: Sequence[Job], world: int) -> tuple[list[Any], list[int]]:
-        """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group `g`."""
+        """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group
+        `g`."""
         if world not in self._pools:
             self._pools[world] = _Pool(self.make_engine, world)
         answers: list[tuple[Any, int]] = []
@@ -61,21 +65,25 @@ class _Pool:
         self._links, self._processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, make_engine, rank, world, store), daemon=True)
+            process = context.Process(
+                target=_serve, args=(theirs, make_engine, rank, world, store), daemon=True
+            )
             process.start()
             theirs.close()
             self._links.append(ours)
             self._processes.append(process)
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[Any, int]]:
-        for link, job in zip(self._links, jobs):
+        for link, job in zip(self._links, jobs, strict=True):
             link.send_bytes(pickle.dumps(job))
         answers = []
         for rank in _as_they_answer(self._links):
             try:
                 kind, value = pickle.loads(self._links[rank].recv_bytes())
             except EOFError:
-                raise RankFailed(f"the process of rank {rank} ended with code {self._processes[rank].exitcode}") from None
+                raise RankFailed(
+                    f"the process of rank {rank} ended with code {self._processes[rank].exitcode}"
+                ) from None
             if kind == "raised":
                 raise value
             answers.append((rank, value))
@@ -93,7 +101,8 @@ class _Pool:
 
 
 def _as_they_answer(links: list[Any]) -> Any:
-    """Ranks in the order in which they answer, so that the one that failed is heard while the others still wait for it."""
+    """Ranks in the order in which they answer, so that the one that failed is heard while the others still
+    wait for it."""
     left = dict(enumerate(links))
     while left:
         ready = multiprocessing.connection.wait(list(left.values()), timeout=_WAIT_S)
@@ -110,7 +119,9 @@ def _serve(link: Any, make_engine: Callable[[], Any], rank: int, world: int, sto
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=_WAIT_S)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+    )
     while True:
         try:
             job = pickle.loads(link.recv_bytes())
@@ -141,7 +152,8 @@ def _raised(error: Exception) -> bytes:
 
 
 class GlooGroup:
-    """One rank's view of the group of its process, with the methods that engines call on their group coordinators."""
+    """One rank's view of the group of its process, with the methods that engines call on their group
+    coordinators."""
 
     def __init__(self, rank: int, world: int) -> None:
         import torch.distributed as dist
@@ -153,7 +165,8 @@ class GlooGroup:
 
     @property
     def device_group(self) -> Any:
-        """The process group, which an engine gives to `torch.distributed`: asking for it counts as entering a collective."""
+        """The process group, which an engine gives to `torch.distributed`: asking for it counts as entering a
+        collective."""
         self.entered += 1
         return self._dist.group.WORLD
 

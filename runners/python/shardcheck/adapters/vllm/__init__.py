@@ -2,9 +2,9 @@
 
     python3 -m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0
 
-Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an unpacked wheel in its place),
-`--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two states), `--ranks virtual|processes` (threads of one process
-that take turns, or gloo processes).
+Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an
+unpacked wheel in its place), `--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two
+states), `--ranks virtual|processes` (threads of one process that take turns, or gloo processes).
 """
 
 from __future__ import annotations
@@ -13,27 +13,16 @@ import functools
 import os
 from pathlib import Path
 
-from shardcheck import Configuration, Contract, Conventions, Operation, Session, Unsupported
+from shardcheck import Configuration, Session, Unsupported
 from shardcheck import Engine as BaseEngine
 from shardcheck.adapters import interpreter
 from shardcheck.adapters.collectives import VirtualExecutor
 from shardcheck.adapters.processes import ProcessExecutor
+from shardcheck.adapters.vllm.declaration import OWN_STEPS, operations
 from shardcheck.fetch import engine_folder, read_manifest
 
-_OWN_STEPS = [
-    "scatter of keys and values into the paged caches, by the slots that the engine computed",
-    "request, block table and length of each query row: the decode kernel sees one row a request",
-    "choice of a rank's query heads; their gather over the group is the engine's one line, all_gather along the heads",
-    "up-projection of merged outputs, in f32",
-    "verify: the row lengths of one backend (ROCm AITER) with the decode of another (Triton MLA), which itself refuses causal rows under DCP",
-    "grouped queries: buffers and two splits around the decode kernel, which no backend uses for them under DCP",
-    "context: attention of a chunk and of new tokens in f32, copy of cached rows to the workspace, an up-projection that is the identity",
-    "copy of given partials, since the engine corrects them in place; LSEs of two states transposed to [heads, rows]",
-]
-
-
 _GROUPS = {
-    "virtual": "torch.distributed and the group coordinator: ranks are threads of one process that take turns",
+    "virtual": "torch.distributed and the group coordinator: ranks are threads of one process, in turns",
     "processes": "the group coordinator: plain calls of torch.distributed over gloo",
 }
 
@@ -54,13 +43,24 @@ class Engine(BaseEngine):
     name = "vllm"
 
     def __init__(
-        self, release: str = "", folder: str = "", device: str = "cpu", merge: str = "triton", ranks: str = "virtual"
+        self,
+        release: str = "",
+        folder: str = "",
+        device: str = "cpu",
+        merge: str = "triton",
+        ranks: str = "virtual",
     ) -> None:
         place = Path(folder) if folder else engine_folder("vllm", release)
         if not (place / "vllm").is_dir():
             hint = f"python3 -m shardcheck.fetch vllm=={release or 'VERSION'}"
-            raise Unsupported(f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel")
-        if device not in ("cpu", "cuda") or merge not in ("triton", "torch") or ranks not in ("virtual", "processes"):
+            raise Unsupported(
+                f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel"
+            )
+        if (
+            device not in ("cpu", "cuda")
+            or merge not in ("triton", "torch")
+            or ranks not in ("virtual", "processes")
+        ):
             raise ValueError("--device is cpu or cuda, --merge triton or torch, --ranks virtual or processes")
         if ranks == "processes" and device != "cpu":
             raise Unsupported("ranks are processes on a CPU only")
@@ -81,12 +81,16 @@ class Engine(BaseEngine):
         self.operations = operations(self.release)
         package = self.release.package
         self.files = package.loaded()
-        self.own_steps = list(_OWN_STEPS)
+        self.own_steps = list(OWN_STEPS)
         self.replaced = [
             *package.described(),
             *(interpreter.SHIMS if device == "cpu" else ()),
             _GROUPS[ranks],
-            *(["correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops"] if self.release.observes_lse else []),
+            *(
+                ["correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops"]
+                if self.release.observes_lse
+                else []
+            ),
         ]
 
     def open(self, configuration: Configuration) -> Session:
@@ -95,49 +99,11 @@ class Engine(BaseEngine):
 
         if configuration.interleave > 1 and configuration.dcp > 1 and not self.release.has_interleave:
             raise Unsupported("this release interleaves by single tokens, it has no interleave size")
-        if configuration.kv_dtype not in ("bf16", "f16", "f32"):
-            raise Unsupported(f"a {configuration.kv_dtype} cache is written by compiled kernels, and its cast is all there is to test")
         return VllmSession(self.release, configuration, self.executor, self.merge_variant)
 
     def close(self) -> None:
         """Ends the ranks."""
         self.executor.close()
-
-
-def operations(release) -> dict[str, Operation]:
-    """Capabilities of a release, from the functions that it has."""
-    cpu = release.device == "cpu"
-    # Everything is f32 in the interpreter; a 16-bit LSE and output on a GPU, where the backend takes both from the query.
-    exact = Contract.f32("f32", merge="ag_rs_f32")
-    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=2.0**-8, tile_min=1)
-    attention = exact if cpu else rounded
-    conventions = Conventions(lane_orders=[] if cpu else ["lo_hi"])
-    lanes = Conventions(lane_orders=["lo_hi"])
-    missing = ["draft_lens", "blocks_needed", "units", "sub_page_table"]
-    missing += [] if release.verify_row_lens is not None else ["row_lens"]
-    missing += [] if release.has_local_lens else ["local_lens"]
-    observables = ["partial_out", "partial_lse", "row_lens"]
-    found = {
-        "layout": Operation(absent=missing),
-        "write_kv": Operation(observables=["slots"]),
-        "read_cache": Operation(),
-        "load_cache": Operation(),
-        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
-        "merge_partials": Operation(contract=Contract.f32("f32", merge="ag_rs_bf16", partial="f32"), conventions=lanes),
-        "merge_states": Operation(contract=Contract.f32("f32")),
-    }
-    if release.verify_row_lens is not None:
-        found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
-    if release.drafts:
-        found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
-    if release.merge_segments is not None:
-        found["merge_segments"] = Operation(contract=Contract.f32("f32"))
-    if release.pack is not None:
-        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
-    if release.plans_chunks and cpu:
-        seen = ["context_out", "context_lse", "gathered_key", "chunk_lens"]
-        found["context"] = Operation(contract=Contract.f32("f32"), observables=seen, absent=["lse"])
-    return found
 
 
 def _version_of(folder: Path) -> str:

@@ -1,8 +1,10 @@
-"""Attention over a cached context as vLLM's MLA layer runs it: chunk plan, gather over ranks, reordering, merges of chunks.
+"""Attention over a cached context as vLLM's MLA layer runs it: chunk plan, gather over ranks, reordering,
+merges of chunks.
 
-The layer's own `forward_mha` runs on an object with the attributes that it reads. Two things in it are compiled kernels and stood in for:
-the copy of cached rows into the workspace, and the attention of a chunk. Its up-projection is the identity here, so that keys and values of
-every head are the latent, as the operation has it.
+The layer's own `forward_mha` runs on an object with the attributes that it reads. Two things in it are
+compiled kernels and stood in for: the copy of cached rows into the workspace, and the attention of a chunk.
+Its up-projection is the identity here, so that keys and values of every head are the latent, as the operation
+has it.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache
+from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
 from shardcheck.adapters.vllm.release import Release, parameters
 
 
@@ -29,13 +31,17 @@ class Context:
         self.caches = caches
         self.executor = executor
 
-    def step(self, budget: int, query: Tensor, key: Tensor, context_lens: Tensor, starts: Tensor, table: Tensor) -> Reply:
+    def step(
+        self, budget: int, query: Tensor, key: Tensor, context_lens: Tensor, starts: Tensor, table: Tensor
+    ) -> Reply:
         """Runs a step on all ranks; `budget` is the workspace in tokens."""
         c = self.configuration
         if not c.attention.is_mla:
             raise Unsupported("the plan and the gather of a context are code of the MLA layer")
         lens, start, blocks = (np.ascontiguousarray(t.numpy()) for t in (context_lens, starts, table))
-        queries, keys = (torch.from_numpy(np.ascontiguousarray(t.numpy(), dtype=np.float32)) for t in (query, key))
+        queries, keys = (
+            torch.from_numpy(np.ascontiguousarray(t.numpy(), dtype=np.float32)) for t in (query, key)
+        )
         given = (lens, start, blocks, queries, keys)
         jobs = [RankContext(c, rank, self.caches.of_rank(rank), budget, *given) for rank in range(c.tp)]
         results, collectives = self.executor.run(jobs, c.dcp)
@@ -56,7 +62,8 @@ class Context:
 
 @dataclass
 class ContextResult:
-    """What a rank computed: outputs `[T, H, R]`, the context's own state, and per chunk its lengths; keys in the order of use."""
+    """What a rank computed: outputs `[T, H, R]`, the context's own state, and per chunk its lengths; keys in
+    the order of use."""
 
     out: torch.Tensor
     context_out: torch.Tensor
@@ -89,14 +96,18 @@ class RankContext:
         rows, own, latent = int(self.starts[-1]), c.heads_per_rank, c.attention.kv_lora_rank
         q = self.query[:rows, self.rank * own : (self.rank + 1) * own].contiguous()
         new = self.key[:rows]
-        out = torch.full((len(self.query), own, latent), float("nan"))
+        out = torch.zeros(len(self.query), own, latent)
         self.context_out = torch.zeros_like(out)
         self.context_lse = torch.full((len(self.query), own), float("-inf"))
         flat = torch.empty(rows, own * latent)
-        metadata = SimpleNamespace(prefill=self._metadata(self._plan(self.budget)), num_prefills=len(self.lens))
+        metadata = SimpleNamespace(
+            prefill=self._metadata(self._plan(self.budget)), num_prefills=len(self.lens)
+        )
         cache = self.cache.read("key_cache", "cpu")[:, :, 0]
         with interpreter.limits():
-            self._layer().forward_mha(q, new[:, 0, :latent], new[:, :, latent:], cache, metadata, torch.ones(()), flat)
+            self._layer().forward_mha(
+                q, new[:, 0, :latent], new[:, :, latent:], cache, metadata, torch.tensor(c.kv_scale), flat
+            )
         out[:rows] = flat.view(rows, own, latent)
         return ContextResult(out, self.context_out, self.context_lse, self._gathered(), self.chunk_lens)
 
@@ -170,7 +181,7 @@ class RankContext:
         attributes = {
             "num_heads": c.heads_per_rank,
             "scale": c.softmax_scale,
-            "kv_cache_dtype": "auto",
+            "kv_cache_dtype": "fp8" if is_narrow(c.kv_dtype) else "auto",
             "kv_lora_rank": latent,
             "qk_nope_head_dim": latent,
             "qk_rope_head_dim": c.attention.qk_rope_head_dim,
@@ -184,12 +195,17 @@ class RankContext:
         vars(layer).update(attributes)
         return layer
 
-    def _attend(self, q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(
+        self, q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attention of each request's rows over its keys in f32: `[rows, H, V]` and `[H, rows]`."""
         out = torch.zeros(len(q), q.shape[1], v.shape[-1])
         lse = torch.full((q.shape[1], len(q)), float("-inf"))
         for index in range(len(q_starts) - 1):
-            rows, keys = slice(q_starts[index], q_starts[index + 1]), slice(k_starts[index], k_starts[index + 1])
+            rows, keys = (
+                slice(q_starts[index], q_starts[index + 1]),
+                slice(k_starts[index], k_starts[index + 1]),
+            )
             scores = torch.einsum("thd,shd->hts", q[rows], k[keys]) * self.configuration.softmax_scale
             if causal:
                 scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))

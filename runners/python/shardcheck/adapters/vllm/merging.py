@@ -21,9 +21,11 @@ def combine(
     seq_lens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges `partial [T, Hg, D]` and `lse [T, Hg]` of this rank with those of its group: own heads, `[T, H, D]` and `[T, H]`.
+    """Merges `partial [T, Hg, D]` and `lse [T, Hg]` of this rank with those of its group: own heads, `[T, H,
+    D]` and `[T, H]`.
 
-    `seq_lens` (local, one a request) and `query_start_loc` go to releases whose functions take them, as their attention layer passes them.
+    `seq_lens` (local, one a request) and `query_start_loc` go to releases whose functions take them, as their
+    attention layer passes them.
     """
     if group.world_size == 1:
         return partial, lse
@@ -31,7 +33,12 @@ def combine(
     if function is None:
         raise Unsupported(f"this release has no exchange {backend}")
     wanted = parameters(function)
-    given = {"return_lse": True, "is_lse_base_on_e": True, "seq_lens": seq_lens, "query_start_loc": query_start_loc}
+    given = {
+        "return_lse": True,
+        "is_lse_base_on_e": True,
+        "seq_lens": seq_lens,
+        "query_start_loc": query_start_loc,
+    }
     given = {name: value for name, value in given.items() if name in wanted}
     with interpreter.limits():
         if "return_lse" in wanted:
@@ -56,9 +63,13 @@ class RankMerge:
 
 
 def merge_two(
-    release: Release, variant: str, prefix: tuple[torch.Tensor, torch.Tensor], suffix: tuple[torch.Tensor, torch.Tensor]
+    release: Release,
+    variant: str,
+    prefix: tuple[torch.Tensor, torch.Tensor],
+    suffix: tuple[torch.Tensor, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Merges two states `out [T, H, D]`, `lse [T, H]`; returns the merged one and how the outputs were handed over.
+    """Merges two states `out [T, H, D]`, `lse [T, H]`; returns the merged one and how the outputs were handed
+    over.
 
     `variant` is `triton` or `torch`, the engine's own fallback.
     """
@@ -77,7 +88,8 @@ def merge_two(
 
 
 def _kernel_takes(release: Release, outs: list[torch.Tensor]) -> bool:
-    """Whether outputs lie as the kernel reads them: dense, or with the head stride that it is told (padded heads)."""
+    """Whether outputs lie as the kernel reads them: dense, or with the head stride that it is told (padded
+    heads)."""
     if all(out.is_contiguous() for out in outs):
         return True
     names = getattr(release.merge_kernel, "arg_names", ())
@@ -87,9 +99,15 @@ def _kernel_takes(release: Release, outs: list[torch.Tensor]) -> bool:
 
 
 def merge_segments(
-    release: Release, tile_tokens: int, acc: torch.Tensor, maxima: torch.Tensor, sums: torch.Tensor, row_lens: torch.Tensor
+    release: Release,
+    tile_tokens: int,
+    acc: torch.Tensor,
+    maxima: torch.Tensor,
+    sums: torch.Tensor,
+    row_lens: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges the segments of a split kernel, `acc [S, T, H, D]` and statistics `[S, T, H]`: output `[T, H, D]` and LSE `[T, H]`."""
+    """Merges the segments of a split kernel, `acc [S, T, H, D]` and statistics `[S, T, H]`: output `[T, H,
+    D]` and LSE `[T, H]`."""
     by_row = [tensor.movedim(0, 2).contiguous() for tensor in (acc, maxima, sums)]
     with interpreter.limits():
         return release.merge_segments(*by_row, row_lens, tile_tokens, torch.float32)
@@ -101,11 +119,13 @@ def pack(release: Release, lse: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(count, 1, 1, dtype=torch.bfloat16, device=lse.device)
     sent = torch.zeros(1, count, 1, 3, dtype=torch.bfloat16, device=lse.device)
     with interpreter.limits():
-        release.pack(out, lse[:, None].contiguous(), sent, world_size=1, h_per_rank=1, head_dim=1, lse_pack_dim=2)
+        release.pack(
+            out, lse[:, None].contiguous(), sent, world_size=1, h_per_rank=1, head_dim=1, lse_pack_dim=2
+        )
     return sent[0, :, 0, 1:]
 
 
 def owned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides: the engine corrects partials in place, and inputs must stay as they are."""
+    """A copy with the same strides: the engine corrects partials in place, and inputs must stay."""
     copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor)

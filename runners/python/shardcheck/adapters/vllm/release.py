@@ -1,4 +1,5 @@
-"""What a release of vLLM has: the functions that an operation runs, found by name and signature, never by version."""
+"""What a release of vLLM has: the functions that an operation runs, found by name and signature, never by
+version."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from shardcheck.adapters.vllm.surroundings import Groups
 class Release:
     """The engine's functions. `None` where a release lacks one.
 
-    `correct_and_scatter` is `cp_lse_ag_out_rs`, `exchange_and_combine` is `dcp_a2a_lse_reduce`, `decode_kernel` is
-    `decode_attention_fwd`, `decode` is the method of the Triton MLA backend that calls it, `verify_row_lens` is
-    `dcp_local_verify_row_lens`, `merge_states` is `merge_attn_states`.
+    `correct_and_scatter` is `cp_lse_ag_out_rs`, `exchange_and_combine` is `dcp_a2a_lse_reduce`,
+    `decode_kernel` is `decode_attention_fwd`, `decode` is the method of the Triton MLA backend that calls it,
+    `verify_row_lens` is `dcp_local_verify_row_lens`, `merge_states` is `merge_attn_states`.
     """
 
     def __init__(self, folder: Path, device: str) -> None:
@@ -38,7 +39,9 @@ class Release:
         self.decode_kernel = first(surroundings.DECODE_KERNEL, "decode_attention_fwd")
         backend = first(surroundings.DECODE_BACKEND, "TritonMLAImpl")
         self.mla_backend = backend
-        self.decode = next((found for name in ("forward_mqa", "_forward_decode") if (found := vars(backend).get(name))), None)
+        self.decode = next(
+            (found for name in ("forward_mqa", "_forward_decode") if (found := vars(backend).get(name))), None
+        )
         self.plan_context = first(surroundings.MLA, "build_mla_chunked_context_metadata")
         self.align_workspace = first(surroundings.MLA, "align_mla_chunked_context_workspace_size")
         self.plans_chunks = first(surroundings.MLA, "plan_mla_context_chunks") is not None
@@ -55,7 +58,9 @@ class Release:
         self._cut_lens = None if self._local_lens else self._cut_local_lens()
         surroundings.exchange_virtually(self.package)
         self._observed = threading.local()
-        self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(self.correct_and_scatter)
+        self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(
+            self.correct_and_scatter
+        )
         if self.observes_lse:
             self._observe_lse()
 
@@ -69,6 +74,12 @@ class Release:
         return self.decode is not None and "causal" in self.decode.__code__.co_names
 
     @property
+    def refuses_quantised_dcp(self) -> bool:
+        """Whether the attention layer asserts that caches under DCP are not quantised."""
+        modules = [module for module in map(self.package.load, surroundings.MLA) if module is not None]
+        return any("DCP not support fp8" in inspect.getsource(module) for module in modules)
+
+    @property
     def has_interleave(self) -> bool:
         """Whether the release knows an interleave size other than 1."""
         return "cp_kv_cache_interleave_size" in parameters(self.block_table)
@@ -79,7 +90,8 @@ class Release:
         return self._local_lens is not None or self._cut_lens is not None
 
     def local_lens(self, seq_lens: Any, world: int, rank: int, interleave: int) -> Any:
-        """Tokens of each request on a rank, i32 `[n]`: by `get_dcp_local_seq_lens`, or the statement that older metadata builders had."""
+        """Tokens of each request on a rank, i32 `[n]`: by `get_dcp_local_seq_lens`, or the statement that
+        older metadata builders had."""
         if self._local_lens is not None:
             return self._local_lens(seq_lens, world, rank, interleave)
         if world == 1:
@@ -95,7 +107,9 @@ class Release:
 
     def _observe_lse(self) -> None:
         """Reads the merged LSE off `correct_attn_out`, which returns it to a caller that drops it."""
-        module = next(m for m in map(self.package.load, surroundings.CORRECTION) if hasattr(m, "correct_attn_out"))
+        module = next(
+            m for m in map(self.package.load, surroundings.CORRECTION) if hasattr(m, "correct_attn_out")
+        )
         original = module.correct_attn_out
 
         def observed(*arguments: Any, **named: Any) -> Any:
@@ -105,15 +119,23 @@ class Release:
         module.correct_attn_out = observed
 
     def _cut_local_lens(self) -> Any:
-        """Compiles `if self.dcp_world_size > 1: seq_lens[:num_decodes] = …` out of the metadata builder of a release without a function."""
+        """Compiles `if self.dcp_world_size > 1: seq_lens[:num_decodes] = …` out of the metadata builder of a
+        release without a function."""
         builder = self.package.first(surroundings.MLA, "MLACommonMetadataBuilder")
         if builder is None or not hasattr(builder, "build"):
             return None
         tree = ast.parse(textwrap.dedent(inspect.getsource(builder.build)))
         for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "self.dcp_world_size > 1" and len(node.body) == 1:
+            if (
+                isinstance(node, ast.If)
+                and ast.unparse(node.test) == "self.dcp_world_size > 1"
+                and len(node.body) == 1
+            ):
                 statement = node.body[0]
-                if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "seq_lens[:num_decodes]":
+                if (
+                    isinstance(statement, ast.Assign)
+                    and ast.unparse(statement.targets[0]) == "seq_lens[:num_decodes]"
+                ):
                     return compile(ast.Module(body=[node], type_ignores=[]), str(self.package.name), "exec")
         return None
 
@@ -121,4 +143,3 @@ class Release:
 def parameters(function: Callable[..., Any] | None) -> set[str]:
     """Names of the parameters of a function or class; none where there is no such function."""
     return set(inspect.signature(function).parameters) if function is not None else set()
-

@@ -19,7 +19,9 @@ from shardcheck.adapters.vllm.release import Release
 class VllmSession(Session):
     """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
 
-    def __init__(self, release: Release, configuration: Configuration, executor: Any, merge_variant: str) -> None:
+    def __init__(
+        self, release: Release, configuration: Configuration, executor: Any, merge_variant: str
+    ) -> None:
         super().__init__(configuration)
         self.release = release
         self.executor = executor
@@ -31,24 +33,41 @@ class VllmSession(Session):
 
     def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
         """Local lengths, row lengths and slots of every rank."""
-        lens, starts, table = (np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table))
+        lens, starts, table = (
+            np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)
+        )
         requests, positions = flat_positions(lens)
         members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
         with self.release.watching():
-            outputs = {"slots": np.stack([self.layouts.slots(table, requests, positions, member) for member in members])}
+            outputs = {
+                "slots": np.stack(
+                    [self.layouts.slots(table, requests, positions, member) for member in members]
+                )
+            }
             if self.release.has_local_lens:
-                outputs["local_lens"] = torch.stack([self.layouts.local_lens(lens, member) for member in members])
+                outputs["local_lens"] = torch.stack(
+                    [self.layouts.local_lens(lens, member) for member in members]
+                )
             if self.release.verify_row_lens is not None:
                 rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
                 outputs["row_lens"] = torch.stack(rows)
         return Reply(outputs, {"slots": "BlockTable.compute_slot_mapping"}, [0] * len(members))
 
     def write_kv(
-        self, key: Tensor, positions: Tensor, requests: Tensor, block_table: Tensor, value: Tensor | None = None, **_: Any
+        self,
+        key: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        block_table: Tensor,
+        value: Tensor | None = None,
+        **_: Any,
     ) -> Reply:
         """Scatters tokens into the caches by the engine's slots."""
         table = np.ascontiguousarray(block_table.numpy())
-        given = np.ascontiguousarray(requests.numpy()).astype(np.int64), np.ascontiguousarray(positions.numpy())
+        given = (
+            np.ascontiguousarray(requests.numpy()).astype(np.int64),
+            np.ascontiguousarray(positions.numpy()),
+        )
         slots = []
         for rank in range(self.configuration.tp):
             with self.release.watching():
@@ -91,7 +110,9 @@ class VllmSession(Session):
     ) -> Reply:
         """New tokens over a cached context that is gathered in chunks."""
         with self.release.watching():
-            return self.contexts.step(chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table)
+            return self.contexts.step(
+                chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
+            )
 
     def merge_partials(self, partial_out: Tensor, partial_lse: Tensor, **_: Any) -> Reply:
         """Merges given partials over the ranks of one group."""
@@ -100,22 +121,33 @@ class VllmSession(Session):
         jobs = [RankMerge(c.comm_backend, outs[member], lses[member]) for member in range(c.dcp)]
         with self.release.watching():
             results, collectives = self.executor.run(jobs, c.dcp)
-        out, lse = (torch.stack(part) for part in zip(*results))
-        effective = {"comm_backend": c.comm_backend if c.dcp > 1 else "none"}
+        out, lse = (torch.stack(part) for part in zip(*results, strict=True))
+        effective = {"comm_backend": c.comm_backend} if c.dcp > 1 else {}
         if c.comm_backend == "a2a" and c.dcp > 1:
             effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
         return Reply({"out": out, "lse": lse.float()}, effective, collectives)
 
-    def merge_states(self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, **_: Any) -> Reply:
+    def merge_states(
+        self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, **_: Any
+    ) -> Reply:
         """Merges two given states."""
         device = self.release.device
-        prefix, suffix = ((o.torch(device), s.torch(device)) for o, s in ((prefix_out, prefix_lse), (suffix_out, suffix_lse)))
+        prefix, suffix = (
+            (o.torch(device), s.torch(device))
+            for o, s in ((prefix_out, prefix_lse), (suffix_out, suffix_lse))
+        )
         with self.release.watching():
             out, lse, how = merge_two(self.release, self.merge_variant, prefix, suffix)
         return Reply({"out": out[None], "lse": lse[None]}, {"merge": self.merge_variant, "view": how}, [0])
 
     def merge_segments(
-        self, tile_tokens: int, segment_max: Tensor, segment_sum: Tensor, segment_acc: Tensor, row_lens: Tensor, **_: Any
+        self,
+        tile_tokens: int,
+        segment_max: Tensor,
+        segment_sum: Tensor,
+        segment_acc: Tensor,
+        row_lens: Tensor,
+        **_: Any,
     ) -> Reply:
         """Merges the given segments of a split kernel."""
         device = self.release.device
@@ -130,7 +162,11 @@ class VllmSession(Session):
             raise Unsupported("the exchange packs the low half first")
         with self.release.watching():
             lanes = pack(self.release, lse.torch(self.release.device))
-        return Reply({"lanes": lanes.view(torch.int16).cpu().numpy().view(np.uint16)[None]}, {"lane_order": "lo_hi"}, [0])
+        return Reply(
+            {"lanes": lanes.view(torch.int16).cpu().numpy().view(np.uint16)[None]},
+            {"lane_order": "lo_hi"},
+            [0],
+        )
 
     def _attend(
         self,

@@ -1,4 +1,5 @@
-"""What stands around vLLM's context-parallel code here: which files are served, and what takes the place of the rest."""
+"""What stands around vLLM's context-parallel code here: which files are served, and what takes the place of
+the rest."""
 
 from __future__ import annotations
 
@@ -33,7 +34,18 @@ _PLACES = (
     *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS),
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
-_FOREIGN = ("aiter", "cachetools", "cloudpickle", "msgspec", "psutil", "pydantic", "regex", "tqdm", "uvloop", "zmq")
+_FOREIGN = (
+    "aiter",
+    "cachetools",
+    "cloudpickle",
+    "msgspec",
+    "psutil",
+    "pydantic",
+    "regex",
+    "tqdm",
+    "uvloop",
+    "zmq",
+)
 # What those import and can be served as it is.
 _SUPPORT = (
     "vllm.envs",
@@ -72,7 +84,8 @@ class Groups:
 
 
 class Platform:
-    """Stands for `current_platform`: on a CPU no platform at all, so that the engine takes its Triton code; CUDA or ROCm on a GPU."""
+    """Stands for `current_platform`: on a CPU no platform at all, so that the engine takes its Triton code;
+    CUDA or ROCm on a GPU."""
 
     def __init__(self, device: str) -> None:
         import torch
@@ -135,14 +148,20 @@ def package(folder: Path, device: str, triton: Any, groups: Groups) -> Package:
             "is_quantized_kv_cache": _is_quantized,
         },
         "vllm.v1.kv_cache_interface": {"is_quantized_kv_cache": _is_quantized},
-        "vllm.triton_utils": {"tl": triton.language, "triton": triton, "HAS_TRITON": True, "LOGE2": math.log(2.0)},
+        "vllm.triton_utils": {
+            "tl": triton.language,
+            "triton": triton,
+            "HAS_TRITON": True,
+            "LOGE2": math.log(2.0),
+        },
     }
     served = {*_PLACES, *_SUPPORT}
     return Package("vllm", folder, served, replaced, foreign=_FOREIGN)
 
 
 def exchange_virtually(release: Package) -> None:
-    """Lets collectives that the engine starts through `torch.distributed` go between the ranks of this process."""
+    """Lets collectives that the engine starts through `torch.distributed` go between the ranks of this
+    process."""
     for name in ALL_TO_ALL:
         module = release.load(name)
         if module is not None and hasattr(module, "dist"):

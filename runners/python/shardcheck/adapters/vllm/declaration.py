@@ -1,0 +1,66 @@
+"""What the adapter declares: a release's operations, how they round, and what the adapter does itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardcheck import Contract, Conventions, Operation
+
+OWN_STEPS = (
+    "scatter of keys and values into the paged caches, by the slots that the engine computed, and the cast "
+    "to a quantised cache",
+    "request, block table and length of each query row: the decode kernel sees one row a request",
+    "choice of a rank's query heads; their gather is the engine's one line, all_gather along the heads",
+    "padding rows: shown to the kernel without tokens in decode and verify, kept from it in draft and "
+    "context; zeroed where no merge does it",
+    "up-projection of merged outputs, in f32",
+    "verify: the row lengths of one backend (ROCm AITER) with the decode of another (Triton MLA), which "
+    "itself refuses causal blocks under DCP",
+    "grouped queries: buffers and two splits around the decode kernel; no backend uses it for them under DCP",
+    "context: attention of a chunk and of new tokens in f32, copy of cached rows to the workspace, and an "
+    "up-projection that is the identity",
+    "merges: copies of given partials, which the engine corrects in place; LSEs and segments transposed to "
+    "the engine's order of axes",
+)
+
+
+def operations(release: Any) -> dict[str, Operation]:
+    """Capabilities of a release, from the functions that it has."""
+    cpu = release.device == "cpu"
+    # Everything is f32 in the interpreter; a 16-bit LSE and output on a GPU, where the backend takes both
+    # from the query.
+    exact = Contract.f32("f32", merge="ag_rs_f32")
+    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=2.0**-8, tile_min=1)
+    attention = exact if cpu else rounded
+    conventions = Conventions(lane_orders=[] if cpu else ["lo_hi"])
+    lanes = Conventions(lane_orders=["lo_hi"])
+    missing = ["draft_lens", "blocks_needed", "units", "sub_page_table"]
+    missing += [] if release.verify_row_lens is not None else ["row_lens"]
+    missing += [] if release.has_local_lens else ["local_lens"]
+    observables = ["partial_out", "partial_lse", "row_lens"]
+    found = {
+        "layout": Operation(absent=missing),
+        "write_kv": Operation(observables=["slots"]),
+        "read_cache": Operation(),
+        "load_cache": Operation(),
+        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
+        "merge_partials": Operation(
+            contract=Contract.f32("f32", merge="ag_rs_bf16", partial="f32"), conventions=lanes
+        ),
+        # the layer gives an empty state zeros before it merges it
+        "merge_states": Operation(
+            contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")
+        ),
+    }
+    if release.verify_row_lens is not None:
+        found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.drafts:
+        found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.merge_segments is not None:
+        found["merge_segments"] = Operation(contract=Contract.f32("f32"))
+    if release.pack is not None:
+        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
+    if release.plans_chunks and cpu:
+        seen = ["context_out", "context_lse", "gathered_key", "chunk_lens"]
+        found["context"] = Operation(contract=Contract.f32("f32"), observables=seen, absent=["lse"])
+    return found
