@@ -11,6 +11,7 @@ use crate::boundary::{BoundaryFault, boundary_fault, boundary_faults, try_bounda
 use crate::cli::CommandError;
 use crate::matrix::{KillState, MATRIX_SCHEMA_VERSION, Matrix, lines, markdown, matrix};
 use crate::nearest::nearest;
+use crate::progress::Progress;
 use crate::status::Exit;
 
 /// Options of `mutants matrix`.
@@ -48,7 +49,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for name in &args.suites {
         let cases = suite(*name, args.seed);
         baseline(&cases, &healthy)?;
-        matrices.push(matrix(name.name(), args.seed, &chosen, &cases, args.faults.is_empty()));
+        let progress = Progress::new(chosen.len(), "faults");
+        let whole = args.faults.is_empty();
+        matrices.push(matrix((name.name(), args.seed), &chosen, &cases, whole, &|_| progress.step()));
     }
     finish(&matrices, args.format, args.output.as_deref())
 }
@@ -75,13 +78,16 @@ pub fn boundary(
     format: Format,
     output: Option<&Path>,
 ) -> Result<Exit, CommandError> {
+    let progress = Progress::new(chosen.len(), "faults");
+    let rows = try_boundary(chosen, engine, cases, &|_| progress.step());
+    drop(progress);
     let matrix = Matrix {
         schema_version: MATRIX_SCHEMA_VERSION,
         suite: suite.to_owned(),
         seed,
         engine: engine.profile().engine.clone(),
         cases: cases.len(),
-        rows: try_boundary(chosen, engine, cases, &|_| {}),
+        rows,
         idle_properties: Vec::new(),
     };
     finish(&[matrix], format, output)

@@ -15,6 +15,7 @@ use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::engines;
 use crate::mutants::{Mutant, MutantState, toothless, try_all};
+use crate::progress::Progress;
 use crate::properties;
 use crate::run::judge_case;
 use crate::status::Exit;
@@ -187,7 +188,9 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     if !args.no_baseline {
         baseline(&cases, &shardcheck_cpu::engine())?;
     }
-    let mutants = try_all(&chosen, &cases, &|_| {});
+    let progress = Progress::new(chosen.len(), "faults");
+    let mutants = try_all(&chosen, &cases, &|_| progress.step());
+    drop(progress);
     print(&mutants, args.format)?;
     if let Some(path) = &args.output {
         let text = serde_json::to_string_pretty(&document(&mutants)).map_err(CommandError::internal)?;
@@ -209,8 +212,10 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
 /// A fault proves nothing where the healthy engine fails as well.
 pub(super) fn baseline(cases: &[Case], engine: &dyn Engine) -> Result<(), CommandError> {
     use rayon::prelude::*;
+    let progress = Progress::new(cases.len(), "cases without a fault");
     let failed = cases.par_iter().find_map_first(|case| {
         let result = judge_case(case, engine, &|_| true);
+        progress.step();
         result.status.is_failure().then_some(result)
     });
     match failed {
