@@ -5,6 +5,7 @@ use std::time::Duration;
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
 
+use crate::boundary::boundary_fault;
 use crate::guard::Guarded;
 use crate::nearest::nearest;
 
@@ -24,6 +25,15 @@ pub enum EngineChoiceError {
         name: String,
         /// The known name that looks most like it.
         suggestion: Option<String>,
+    },
+    /// A fault that is put between the harness and any engine, not into the embedded one.
+    #[error(
+        "{name} is a fault at the boundary of an engine, not in the embedded engine: `shardcheck mutants run --boundary \
+         --fault {name}` tries it"
+    )]
+    FaultAtTheBoundary {
+        /// Its name.
+        name: &'static str,
     },
     /// Not a time that can be waited.
     #[error("--timeout-s {timeout_s} is not a number of seconds above zero")]
@@ -74,10 +84,29 @@ pub fn open(
 /// The fault of that name.
 ///
 /// # Errors
-/// [`EngineChoiceError::UnknownFault`].
+/// [`EngineChoiceError::UnknownFault`], [`EngineChoiceError::FaultAtTheBoundary`].
 pub fn find_fault(name: &str) -> Result<&'static Fault, EngineChoiceError> {
-    fault(name).ok_or_else(|| EngineChoiceError::UnknownFault {
-        name: name.to_owned(),
-        suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
+    fault(name).ok_or_else(|| match boundary_fault(name) {
+        Some(fault) => EngineChoiceError::FaultAtTheBoundary { name: fault.name },
+        None => EngineChoiceError::UnknownFault {
+            name: name.to_owned(),
+            suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
+        },
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::boundary::boundary_faults;
+
+    #[test]
+    fn a_fault_at_the_boundary_is_never_taken_for_a_slip_in_the_name_of_another() {
+        for known in boundary_faults() {
+            let error = find_fault(known.name).unwrap_err();
+            assert_eq!(error, EngineChoiceError::FaultAtTheBoundary { name: known.name });
+            let command = format!("mutants run --boundary --fault {}", known.name);
+            assert!(error.to_string().contains(&command) && !error.to_string().contains("did you mean"));
+        }
+    }
 }

@@ -191,7 +191,9 @@ impl Exit {
             Self::Failed => "something failed",
             Self::Usage => "the command line, or a file that it names, is wrong",
             Self::Inconclusive => "no failure, but nothing could be decided for at least one case",
-            Self::NothingSelected => "the selection is empty, or there is no failure to replay, shrink or diagnose",
+            Self::NothingSelected => {
+                "the selection is empty, or there is no failure to replay, shrink or diagnose"
+            }
             Self::RerunOutstanding => "a resumed or partitioned run still lacks cases",
             Self::BaselineFailed => "the engine fails without any fault, so mutants prove nothing",
             Self::MutantsSurvived => "a fault was not killed, or not by the property that names it",

@@ -95,6 +95,11 @@ pub fn boundary(
 
 fn find_boundary_fault(name: &str) -> Result<&'static BoundaryFault, CommandError> {
     boundary_fault(name).ok_or_else(|| {
+        if shardcheck_cpu::fault(name).is_some() {
+            return CommandError::Usage(format!(
+                "{name} is a fault in the embedded engine, not at a boundary: `shardcheck mutants run --fault {name}` tries it"
+            ));
+        }
         let hint = nearest(name, boundary_faults().map(|fault| fault.name));
         let hint = hint.map_or_else(String::new, |name| format!("; did you mean {name:?}?"));
         CommandError::Usage(format!(
