@@ -1,5 +1,6 @@
 //! `mutants matrix` and `mutants run --boundary`: what became of every fault, and what is wrong with that.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -131,7 +132,16 @@ fn finish(matrices: &[Matrix], format: Format, output: Option<&Path>) -> Result<
             }
         }
     }
-    let killed = matrices.iter().flat_map(|matrix| &matrix.rows).any(|row| row.state == KillState::Killed);
+    let rows = || matrices.iter().flat_map(|matrix| &matrix.rows);
+    let killed = rows().any(|row| row.state == KillState::Killed);
+    if wrong == 0 && !killed {
+        let reasons: BTreeSet<&str> = rows().filter_map(|row| row.reason.as_deref()).collect();
+        let reasons: Vec<&str> = reasons.into_iter().collect();
+        eprintln!(
+            "nothing is shown: no fault could be tried ({}); choose others or another suite",
+            reasons.join("; ")
+        );
+    }
     // where nothing was killed at all, nothing was shown
     Ok(if wrong == 0 && killed { Exit::Passed } else { Exit::MutantsSurvived })
 }

@@ -199,6 +199,11 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     }
     let killed = mutants.iter().filter(|mutant| mutant.state == MutantState::Killed).count();
     eprintln!("{killed} of {} faults killed by a property that names them", mutants.len());
+    let untried = mutants.iter().filter(|mutant| mutant.state == MutantState::NotApplicable);
+    let untried: Vec<&str> = untried.map(|mutant| mutant.fault.as_str()).collect();
+    if !untried.is_empty() {
+        eprintln!("{}", untried_text(&untried));
+    }
     // with faults or cases left out, a property may lack the fault that it kills through no fault of its own
     let whole = args.faults.is_empty() && selection.is_everything();
     let toothless = if whole { toothless(&cases) } else { Vec::new() };
@@ -207,6 +212,15 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     }
     let all = killed == mutants.len() && toothless.is_empty();
     Ok(if all { Exit::Passed } else { Exit::MutantsSurvived })
+}
+
+/// Why faults that no case was tried on count as not killed, and what to do.
+fn untried_text(faults: &[&str]) -> String {
+    format!(
+        "nothing is shown of {}: no selected case is judged on a property that the fault names; `shardcheck explain FAULT` \
+         lists those, select cases of their families",
+        faults.join(", ")
+    )
 }
 
 /// A fault proves nothing where the healthy engine fails as well.

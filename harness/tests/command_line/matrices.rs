@@ -66,4 +66,10 @@ fn where_nothing_can_be_tampered_with_nothing_is_shown() {
     let run = ["mutants", "run", "--boundary", "--suite", "engine-smoke", "--fault", "slot-mapping-shifted"];
     let outcome = program.expect(7, &run);
     assert!(outcome.out.contains("not-applicable 1"), "{}", outcome.out);
+    let why = "nothing is shown: no fault could be tried (";
+    assert!(
+        outcome.err.contains(why) && outcome.err.contains("slots"),
+        "the exit code is explained: {}",
+        outcome.err
+    );
 }
