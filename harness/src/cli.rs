@@ -79,7 +79,7 @@ pub enum CommandError {
     /// The command line or a file that it names is wrong.
     #[error("{0}")]
     Usage(String),
-    /// The selection is empty.
+    /// The selection is empty, or there is no failure to work on.
     #[error("{0}")]
     NothingSelected(String),
     /// The engine fails without any fault.

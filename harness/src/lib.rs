@@ -26,6 +26,7 @@ pub mod merging;
 pub mod mutants;
 pub mod nearest;
 pub mod probing;
+pub mod progress;
 pub mod properties;
 mod quiet;
 pub mod record;

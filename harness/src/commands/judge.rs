@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use crate::cli::CommandError;
 use crate::commands::print;
 use crate::commands::reporting::full_text;
+use crate::progress::Progress;
 use crate::recording::Recorded;
 use crate::run::{contradicts, judge_case};
 use crate::run_directory::{read_events, resolve};
@@ -42,19 +43,23 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         .collect();
     let undecided = statuses.len();
     let mut changed = 0;
+    let progress = Progress::new(record.failed.len(), "stored failures");
     for id in record.failed.keys() {
         let folder = run.join("cases").join(crate::run_directory::case_folder_name(id));
         let (case, recording) = store::read(&folder).map_err(CommandError::usage)?;
         let engine = Recorded::new(recording).map_err(CommandError::Usage)?;
         let result = judge_case(&case, &engine, &|_| true);
         changed += usize::from(contradicts(record.find(id), &result));
-        if args.json {
-            print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
+        let text = if args.json {
+            serde_json::to_string(&result).map_err(CommandError::internal)? + "\n"
         } else {
-            print(full_text(&result, Some(&record.header)))?;
-        }
+            full_text(&result, Some(&record.header))
+        };
+        progress.beside(|| print(text))?;
+        progress.step();
         statuses.push(result.status);
     }
+    drop(progress);
     eprintln!(
         "decided again on {} stored failures of {}, {changed} of them otherwise than before; {undecided} other cases keep \
          their verdict",
