@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use shardcheck_cases::{Case, SuiteName};
 
+use crate::claims::Claims;
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::commands::reporting::{Feed, ReportArgs, reporters};
@@ -62,6 +63,14 @@ pub struct Args {
     #[arg(long, default_value = "runs", value_name = "DIR")]
     runs: PathBuf,
 
+    /// Hold failures against this claims file (docs/claims.md); the one that the program has for the engine when not given
+    #[arg(long, value_name = "FILE", conflicts_with = "no_claims")]
+    claims: Option<PathBuf>,
+
+    /// Hold failures against no claims: every one fails the run
+    #[arg(long)]
+    no_claims: bool,
+
     #[command(flatten)]
     report: ReportArgs,
 }
@@ -84,14 +93,19 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         None => std::thread::available_parallelism().map_or(2, usize::from),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
-    let header = header(args, &selection, cases.len(), profile)?;
+    let claims = if args.no_claims {
+        None
+    } else {
+        Claims::of(engine.profile(), args.claims.as_deref()).map_err(CommandError::usage)?
+    };
+    let header = header(args, &selection, cases.len(), profile, claims.clone())?;
     let (mut directory, before) = folder(args, &header)?;
     let judged = before.as_ref().map(RunRecord::judged_ids).unwrap_or_default();
     let remaining: Vec<Case> = cases.iter().filter(|case| !judged.contains(&case.id())).cloned().collect();
     if is_whole_gate(args, &selection) && !args.no_self_test {
         super::self_test::conclude(&crate::self_test::run_all())?;
     }
-    let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
+    let mutant_cases = if wants_mutants(args, &selection) { cases.as_slice() } else { &[] };
     let plan = Plan {
         cases: &remaining,
         selection: &selection,
@@ -99,10 +113,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         jobs,
         fail_fast: args.fail_fast,
         diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
-        mutant_cases: &mutant_cases,
+        mutant_cases,
+        claims: claims.as_ref().map(|claims| (claims, cases.as_slice())),
         before: before.map(|record| record.cases).unwrap_or_default(),
     };
-    let mut feed = Feed::new(reporters(&args.report, &directory));
+    let mut feed = Feed::new(reporters(&args.report, &directory, args.engine != "cpu"));
     let outcome =
         execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
     match feed.finish() {
@@ -147,6 +162,7 @@ fn header(
     selection: &Selection,
     selected: usize,
     profile: serde_json::Value,
+    claims: Option<Claims>,
 ) -> Result<RunHeader, CommandError> {
     Ok(RunHeader {
         schema_version: RESULTS_SCHEMA_VERSION,
@@ -158,6 +174,7 @@ fn header(
         fault: args.fault.clone(),
         profile,
         selection: serde_json::to_value(selection).map_err(CommandError::internal)?,
+        claims,
         selected,
         machine: machine(),
     })
