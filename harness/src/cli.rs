@@ -31,7 +31,12 @@ enum Verb {
     Explain(commands::explain::Args),
     /// Judge one case again, from its id, its file or a run
     Replay(commands::replay::Args),
-    /// Decide again on the stored failures of a run, without the engine
+    /// Write a suite's questions as files, for whatever this program can't start
+    ///
+    /// Each case gets a folder with the inputs of one plain pass. Something else computes and writes its outputs beside them: an
+    /// emulator, a lab without a network, a program in C++. `shardcheck judge DIR` decides. docs/files.md has the formats.
+    Export(commands::export::Args),
+    /// Decide again on the stored failures of a run, without the engine; or on the answers in an exported folder
     Judge(commands::judge::Args),
     /// Say which known fault explains the stored failures of a run
     ///
@@ -140,6 +145,7 @@ pub fn main() -> Exit {
         Verb::List(args) => commands::list::run(&args),
         Verb::Explain(args) => commands::explain::run(&args),
         Verb::Replay(args) => commands::replay::run(&args),
+        Verb::Export(args) => commands::export::run(&args),
         Verb::Judge(args) => commands::judge::run(&args),
         Verb::Diagnose(args) => commands::diagnose::run(&args),
         Verb::Shrink(args) => commands::shrink::run(&args),

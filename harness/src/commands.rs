@@ -6,6 +6,7 @@ pub mod diagnose;
 pub mod diff;
 pub mod doctor;
 pub mod explain;
+pub mod export;
 pub mod golden;
 pub mod gsm8k;
 pub mod judge;

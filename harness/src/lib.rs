@@ -4,6 +4,7 @@ mod attribute;
 pub mod bench;
 pub mod boundary;
 pub mod bugs;
+pub mod claims;
 pub mod cli;
 pub mod commands;
 pub mod diagnose;
@@ -13,6 +14,7 @@ pub mod event;
 pub mod execute;
 pub mod expected;
 pub mod explain;
+pub mod export;
 pub mod finding;
 pub mod golden;
 pub mod guard;
@@ -42,6 +44,7 @@ pub mod shrink;
 pub mod status;
 pub mod store;
 pub mod summary;
+pub mod tally;
 
 #[cfg(test)]
 mod documentation;

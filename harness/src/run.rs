@@ -22,16 +22,13 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
         let material = Material::of(case, engine.profile());
         let checks = match &material {
             Err(why) => {
-                vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }]
+                vec![Check::new("case", Finding::Inconclusive(why.clone()))]
             }
             Ok(material) => {
                 let laboratory = Laboratory::new(case, engine, material);
                 properties::of(case)
                     .filter(|property| only(property))
-                    .map(|property| Check {
-                        property: property.id.to_owned(),
-                        finding: property.judge(&laboratory),
-                    })
+                    .map(|property| Check::new(property.id, property.judge(&laboratory)))
                     .collect()
             }
         };
@@ -40,7 +37,7 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     let (checks, coverage) = outcome.unwrap_or_else(|panic| {
         let text = format!("the harness panicked: {}", panic_text(panic.as_ref()));
         let finding = Finding::Engine { status: Status::HarnessError, text };
-        (vec![Check { property: "harness".to_owned(), finding }], Coverage::default())
+        (vec![Check::new("harness", finding)], Coverage::default())
     });
     CaseResult {
         id: case.id(),
