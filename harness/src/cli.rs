@@ -74,6 +74,8 @@ enum Verb {
     ///
     /// `shardcheck run --engine 'exec:shardcheck adapter'` judges the embedded engine behind the process protocol.
     Adapter(commands::adapter::Args),
+    /// Fetch published engines whose own code can be judged
+    Engines(commands::engines::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -157,6 +159,7 @@ pub fn main() -> Exit {
         Verb::Gsm8k(args) => commands::gsm8k::run(shardcheck_gsm8k::run(&args)),
         Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
         Verb::Adapter(args) => commands::adapter::run(&args),
+        Verb::Engines(args) => commands::engines::run(&args),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

@@ -5,6 +5,7 @@ pub mod bench;
 pub mod diagnose;
 pub mod diff;
 pub mod doctor;
+pub mod engines;
 pub mod explain;
 pub mod export;
 pub mod golden;

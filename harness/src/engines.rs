@@ -19,7 +19,7 @@ pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
     /// Engine under test: `cpu` (embedded), `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
-    /// `vllm@VERSION` (a release that `python3 -m shardcheck.fetch vllm==VERSION` brought); cpu when not given
+    /// `vllm@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
 
@@ -162,9 +162,14 @@ pub fn open(
     }
 }
 
+/// The Python interpreter of adapters.
+pub fn python() -> String {
+    std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned())
+}
+
 /// The command behind an engine's name; `None` for the embedded engine.
 fn command(name: &str) -> Result<Option<String>, EngineChoiceError> {
-    let python = std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned());
+    let python = python();
     let adapter = |spec: &str| format!("{python} -m shardcheck.adapter {spec}");
     if name == EMBEDDED {
         return Ok(None);

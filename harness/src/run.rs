@@ -21,7 +21,7 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     let outcome = catch_unwind(AssertUnwindSafe(|| {
         if let Some(kind) = undeclared(case, engine.profile()) {
             let finding = Finding::Unsupported(format!("the engine does not declare {kind}"));
-            return (vec![Check { property: "case".to_owned(), finding }], Coverage::default());
+            return (vec![Check::new("case", finding)], Coverage::default());
         }
         let material = Material::of(case, engine.profile());
         let checks = match &material {
