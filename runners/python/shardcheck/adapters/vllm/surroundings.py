@@ -84,16 +84,13 @@ class Groups:
 
 
 class Platform:
-    """Stands for `current_platform`: on a CPU no platform at all, so that the engine takes its Triton code;
-    CUDA or ROCm on a GPU."""
+    """Stands for `current_platform`: no platform at all, so that the engine takes its Triton code, or ROCm on
+    an AMD device, whose tiles are others."""
 
     def __init__(self, device: str) -> None:
         import torch
 
-        self._is = set()
-        if device == "cuda":
-            self._is = {"is_rocm"} if torch.version.hip else {"is_cuda"}
-            self._is.add("is_cuda_alike")
+        self._is = {"is_rocm", "is_cuda_alike"} if device == "cuda" and torch.version.hip else set()
         self.device_type = device
         self.dispatch_key = "CPU" if device == "cpu" else "CUDA"
         self._fp8 = torch.float8_e4m3fn
