@@ -134,29 +134,19 @@ def scenes() -> list[Scene]:
 class PlainTorch(unittest.TestCase):
     def test_attention_is_that_of_all_tokens_at_once(self):
         torch_or_skip(self)
-        for attention in ATTENTIONS.values():
-            scene = Scene(8, [37, 1, 0, 12], [3, 1, 0, 2], tp=1, dcp=1, heads_per_rank=4, attention=attention)
-            with Harness(["examples/plain_torch.py:Plain"]) as harness:
-                harness.start()
-                self.assertEqual(harness.open(**scene.json)["status"], "ok")
-                _, written = harness.step("write_kv", scene.write(scene.lens))
-                reply, outputs = harness.step("verify", scene.attend())
-                self.assertEqual(reply["status"], "ok", reply)
-            out, lse = scene.expected(causal=True)
-            np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
-            np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
-            self.assertEqual(written["slots"].codes[0, -1], -1)
-
-    def test_what_it_does_not_do_is_unsupported(self):
-        torch_or_skip(self)
         with Harness(["examples/plain_torch.py:Plain"]) as harness:
             harness.start()
-            self.assertEqual(harness.open()["status"], "unsupported")
-            self.assertEqual(harness.open(tp=1, dcp=1, kv_dtype="e4m3fn")["status"], "unsupported")
-            scene = Scene(9, [3], [1], tp=1, dcp=1)
-            harness.open(**scene.json)
-            reply, _ = harness.step("decode", {**scene.attend(), "w_uv": scene.query})
-            self.assertEqual((reply["status"], "w_uv" in reply["reason"]), ("unsupported", True))
+            for session, scene in enumerate(scenes()):
+                self.assertEqual(harness.open(session, **scene.json)["status"], "ok")
+                self.assertEqual(
+                    harness.step("write_kv", scene.write(scene.lens), session)[0]["status"], "ok"
+                )
+                for kind in ("verify", "draft"):
+                    reply, outputs = harness.step(kind, scene.attend(), session)
+                    self.assertEqual(reply["status"], "ok", reply)
+                    out, lse = scene.expected(causal=kind == "verify")
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
 
     def test_it_is_as_short_as_its_page_says_and_the_page_shows_it_as_it_is(self):
         source = (ROOT / "examples" / "plain_torch.py").read_text()
