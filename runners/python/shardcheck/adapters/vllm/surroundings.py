@@ -27,11 +27,13 @@ BLOCK_TABLE = ("vllm.v1.worker.block_table",)
 DECODE_BACKEND = (f"{_BACKENDS}.mla.triton_mla",)
 VERIFY_BACKEND = (f"{_BACKENDS}.mla.rocm_aiter_mla",)
 MLA = ("vllm.model_executor.layers.attention.mla_attention", f"{_BACKENDS}.mla.common")
+RUNNER_LENGTHS = ("vllm.v1.worker.gpu.cp_utils",)
+RUNNER_SLOTS = ("vllm.v1.worker.gpu.block_table",)
 SEGMENTS = (f"{_OPS}.rocm_aiter_mla_merge",)
 
 _PLACES = (
     *(CORRECTION + ALL_TO_ALL + DECODE_KERNEL + MERGE + MERGE_KERNEL + LENGTHS + BLOCK_TABLE),
-    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS),
+    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS + RUNNER_LENGTHS + RUNNER_SLOTS),
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
 _FOREIGN = (
@@ -55,6 +57,7 @@ _SUPPORT = (
     "vllm.v1.attention.backend",
     "vllm.v1.utils",
     "vllm.v1.worker.cp_utils",
+    "vllm.v1.worker.gpu.buffer_utils",
     "vllm.v1.worker.workspace",
     f"{_OPS}.cp_common",
     f"{_OPS}.pcp",
