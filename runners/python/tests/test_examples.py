@@ -8,7 +8,7 @@ import numpy as np
 
 from shardcheck import Configuration, Tensor
 from shardcheck.layout import Layout
-from tests.peer import CONFIGURATION, ROOT, Harness
+from tests.peer import CONFIGURATION, ROOT, TORCHRUN, Harness
 from tests.skips import torch_or_skip
 
 ATTENTIONS = {
@@ -153,6 +153,27 @@ class PlainTorch(unittest.TestCase):
         self.assertLessEqual(len(source.splitlines()), 60)
         page = (ROOT.parent.parent / "docs" / "adapters.md").read_text()
         self.assertIn(f"```python\n{source}```\n", page)
+
+
+class TorchRanks(unittest.TestCase):
+    def test_two_processes_attend_as_one(self):
+        torch_or_skip(self)
+        lens, new = [37, 1, 0, 12], [3, 1, 0, 2]
+        with Harness(["examples/torch_ranks.py:TorchRanks"], TORCHRUN) as harness:
+            harness.start()
+            self.assertEqual(harness.open(99, tp=4, dcp=2)["status"], "unsupported")
+            for session, backend in enumerate(("a2a", "ag_rs")):
+                for attention in ATTENTIONS.values():
+                    scene = Scene(12, lens, new, interleave=2, comm_backend=backend, attention=attention)
+                    self.assertEqual(harness.open(session, **scene.json)["status"], "ok")
+                    harness.step("write_kv", scene.write(scene.lens), session)
+                    reply, outputs = harness.step("verify", scene.attend(), session)
+                    self.assertEqual(reply["status"], "ok", reply)
+                    out, lse = scene.expected(causal=True)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+                    self.assertEqual(reply["collectives"][0], reply["collectives"][1])
+                    self.assertEqual(reply["effective"]["comm_backend"], backend)
 
 
 class NumpyDcp(unittest.TestCase):

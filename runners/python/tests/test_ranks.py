@@ -7,11 +7,10 @@ import unittest
 import numpy as np
 
 from shardcheck import Tensor
-from tests.peer import ROOT, Ended, Harness, i32
+from tests.peer import ROOT, TORCHRUN, Ended, Harness, i32
 from tests.skips import torch_or_skip
 
 PLAIN = [sys.executable, str(ROOT / "tests" / "launch.py"), "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def layout(what: int) -> dict[str, Tensor]:
