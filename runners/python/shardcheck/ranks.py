@@ -126,7 +126,7 @@ class Ranks:
 
 
 def _as_bytes(tensor: Any) -> Any:
-    """`[ranks, bytes]` of a torch tensor `[ranks, …]` that isn't empty; of a contiguous one the same memory."""
+    """`[ranks, bytes]` of a torch tensor `[ranks, …]` that isn't empty; the same memory if contiguous."""
     import torch
 
     return tensor.contiguous().reshape(tensor.shape[0], -1).view(torch.uint8)
