@@ -1,10 +1,9 @@
-"""Decode context parallelism in plain numpy: any number of virtual ranks in one process, each with its own
-paged cache.
+"""Decode context parallelism in numpy: any number of virtual ranks in one process, a paged cache for each.
 
     shardcheck run --engine exec:'python3 -m shardcheck.adapter examples/numpy_dcp.py:NumpyDcp'
 
-Every rank computes from its own pages alone, in f32; what it learns of others goes through `Exchange`. Partials are
-rounded to bf16 for the exchange, and their LSEs travel behind them in two 16-bit lanes. With the options
+Every rank computes from its own pages alone, in f32, and learns of others through `Exchange`. Partials
+are rounded to bf16 for the exchange, and their LSEs travel behind them in two 16-bit lanes. With the options
 `--partial f32 --output f32` nothing but the arithmetic itself is rounded.
 """
 

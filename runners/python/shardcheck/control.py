@@ -85,7 +85,9 @@ class Leader:
         answer = combine(own, others)
         if len(others) < len(self._peers) or collection.peer_ended:
             raise Stuck(answer)
-        if not answer.is_ok and "session" in message.header:
+        # a refusal of all ranks leaves a session as it was; ranks that disagree leave it in pieces
+        statuses = {own.fields["status"], *(fields["status"] for fields in others.values())}
+        if statuses not in ({"ok"}, {"unsupported"}) and "session" in message.header:
             desk.end(message.header["session"])
             for peer in self._peers.values():
                 peer.send({"type": "end_session", "session": message.header["session"]})

@@ -111,7 +111,9 @@ class Desk:
     def _step(self, message: Message) -> Answer:
         session = self._sessions.get(_required(message, "session"))
         if session is None:
-            raise InputError(f"session {message.header['session']} is not open")
+            gone = message.header["session"] in self._ended
+            why = "ended with an earlier failure" if gone else "is not open"
+            raise InputError(f"session {message.header['session']} {why}")
         operation = _required(message, "operation")
         parameters = {key: value for key, value in operation.items() if key != "operation"}
         inputs = message.inputs()

@@ -77,25 +77,21 @@ class Ranks:
 
     def all_gather(self, tensor: Any) -> Any:
         """`[ranks, …]` of every rank's torch tensor of one shape and dtype."""
-        import torch
-
-        mine = tensor.contiguous()
-        flat = mine.reshape(-1).view(torch.uint8)
-        pieces = [torch.empty_like(flat) for _ in range(self.count)]
+        gathered = tensor.new_empty((self.count, *tensor.shape))
         with self.entering("all_gather"):
-            self._distributed.all_gather(pieces, flat, group=self._group)
-        return torch.stack(pieces).view(mine.dtype).reshape(self.count, *mine.shape)
+            if gathered.numel():
+                pieces = list(_as_bytes(gathered))
+                self._distributed.all_gather(pieces, _as_bytes(tensor[None])[0], group=self._group)
+        return gathered
 
     def all_to_all(self, tensor: Any) -> Any:
         """`[ranks, …]`: entry `j` of the result is what rank `j` had as entry `rank` of its `[ranks, …]`."""
-        import torch
-
-        mine = tensor.contiguous()
-        flat = mine.reshape(self.count, -1).view(torch.uint8)
-        received = torch.empty_like(flat)
+        received = tensor.new_empty(tensor.shape)
         with self.entering("all_to_all"):
-            self._distributed.all_to_all_single(received, flat, group=self._group)
-        return received.view(mine.dtype).reshape(mine.shape)
+            if received.numel():
+                given = _as_bytes(tensor)
+                self._distributed.all_to_all_single(_as_bytes(received), given, group=self._group)
+        return received
 
     def reduce_scatter(self, tensor: Any) -> Any:
         """Sum of entry `rank` of every rank's `[ranks, …]`, in the order and dtype of the backend."""
@@ -104,7 +100,8 @@ class Ranks:
         mine = tensor.contiguous()
         total = torch.empty_like(mine[0])
         with self.entering("reduce_scatter"):
-            self._distributed.reduce_scatter_tensor(total.reshape(-1), mine.reshape(-1), group=self._group)
+            if mine.numel():
+                self._distributed.reduce_scatter_tensor(total.view(-1), mine.view(-1), group=self._group)
         return total
 
     def gather(self, value: Any) -> Tensor | None:
@@ -119,12 +116,20 @@ class Ranks:
         flat = torch.from_numpy(np.frombuffer(bytearray(mine.to_bytes()), dtype=np.uint8)).to(self.device)
         pieces = [torch.empty_like(flat) for _ in range(self.count)]
         with self.entering("all_gather of results"):
-            # a gather to one rank is not in every backend
-            self._distributed.all_gather(pieces, flat, group=self._group)
+            if flat.numel():
+                # a gather to one rank is not in every backend
+                self._distributed.all_gather(pieces, flat, group=self._group)
         if self.rank != 0:
             return None
         content = torch.stack(pieces).cpu().numpy().reshape(-1)
         return Tensor(mine.dtype, content.view(mine.codes.dtype).reshape(self.count, *mine.shape))
+
+
+def _as_bytes(tensor: Any) -> Any:
+    """`[ranks, bytes]` of a torch tensor `[ranks, …]` that isn't empty; the same memory if contiguous."""
+    import torch
+
+    return tensor.contiguous().reshape(tensor.shape[0], -1).view(torch.uint8)
 
 
 def _meeting_place(count: int) -> str:

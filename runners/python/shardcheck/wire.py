@@ -30,6 +30,7 @@ INLINE_BYTES = 1 << 20
 
 _HEAD = struct.Struct("<4sIQ")
 _COMPARED_BYTES = 64 << 20
+_LARGEST_ELEMENT_BYTES = 8
 
 
 class ProtocolError(Exception):
@@ -73,6 +74,9 @@ class Message:
         found = {}
         for name, tensor in seen.items():
             flat = _flat_bytes(tensor)
+            if name in strided and flat.ctypes.data % _LARGEST_ELEMENT_BYTES:
+                # bytes have no alignment of their own, the elements of the view do
+                flat = flat.copy()
             view = _strided(name, flat, strided[name]) if name in strided else tensor
             found[name] = Input(view, _flat_bytes(came[name]), flat)
         missing = ", ".join(name for name in strided if name not in found)
@@ -245,8 +249,6 @@ def _strided(name: str, flat: np.ndarray, view: Any) -> Tensor:
     if last * dtype.size_bytes > flat.size:
         raise ProtocolError(f"strided view {name!r} reaches {last * dtype.size_bytes} bytes of {flat.size}")
     elements = flat[: flat.size // dtype.size_bytes * dtype.size_bytes]
-    if elements.ctypes.data % dtype.size_bytes:
-        raise ProtocolError(f"strided view {name!r} is not aligned to its elements")
     byte_strides = [stride * dtype.size_bytes for stride in strides]
     codes = np.lib.stride_tricks.as_strided(elements.view(dtype.storage), shape, byte_strides)
     return Tensor(dtype.name, codes)

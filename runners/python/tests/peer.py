@@ -21,6 +21,7 @@ from shardcheck import Tensor, safetensors
 ROOT = Path(__file__).resolve().parent.parent
 ANSWER_TIMEOUT_S = 60.0
 TOKEN = "a-word-of-this-start"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 CONFIGURATION = {
     "attention": {"kind": "mla", "kv_lora_rank": 4, "qk_rope_head_dim": 2, "v_head_dim": 3},

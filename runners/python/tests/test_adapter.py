@@ -191,6 +191,21 @@ class Questions(unittest.TestCase):
         np.testing.assert_array_equal(outputs["same"].codes, [[0, 3], [1, 4], [2, 5]])
         np.testing.assert_array_equal(outputs["strides"].codes, [1, 3])
 
+    def test_strided_views_are_seen_wherever_their_bytes_lie(self):
+        self.harness.open()
+        memory = np.arange(6, dtype=np.float32)
+        view = {"lse": {"dtype": "f32", "shape": [3, 2], "strides": [1, 3]}}
+        for shift in range(1, 8):
+            # "before" comes first in the data and is of the same width, so that the view starts at any byte
+            inputs = {
+                "before": Tensor("u8", np.ones(shift, np.uint8)),
+                "lse": Tensor("u8", memory.view(np.uint8)),
+            }
+            reply, outputs = self.harness.step("pack_lse", inputs, strided=view)
+            self.assertEqual(reply["status"], "ok")
+            self.assertEqual(set(outputs), {"same", "strides", "sum", "before"})
+            np.testing.assert_array_equal(outputs["same"].codes, [[0, 3], [1, 4], [2, 5]])
+
     def test_a_strided_view_beyond_its_bytes_ends_the_process(self):
         self.harness.open()
         view = {"lse": {"dtype": "f32", "shape": [3, 2], "strides": [1, 4]}}

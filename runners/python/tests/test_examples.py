@@ -8,7 +8,7 @@ import numpy as np
 
 from shardcheck import Configuration, Tensor
 from shardcheck.layout import Layout
-from tests.peer import CONFIGURATION, ROOT, Harness
+from tests.peer import CONFIGURATION, ROOT, TORCHRUN, Harness
 from tests.skips import torch_or_skip
 
 ATTENTIONS = {
@@ -134,35 +134,46 @@ def scenes() -> list[Scene]:
 class PlainTorch(unittest.TestCase):
     def test_attention_is_that_of_all_tokens_at_once(self):
         torch_or_skip(self)
-        for attention in ATTENTIONS.values():
-            scene = Scene(8, [37, 1, 0, 12], [3, 1, 0, 2], tp=1, dcp=1, heads_per_rank=4, attention=attention)
-            with Harness(["examples/plain_torch.py:Plain"]) as harness:
-                harness.start()
-                self.assertEqual(harness.open(**scene.json)["status"], "ok")
-                _, written = harness.step("write_kv", scene.write(scene.lens))
-                reply, outputs = harness.step("verify", scene.attend())
-                self.assertEqual(reply["status"], "ok", reply)
-            out, lse = scene.expected(causal=True)
-            np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
-            np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
-            self.assertEqual(written["slots"].codes[0, -1], -1)
-
-    def test_what_it_does_not_do_is_unsupported(self):
-        torch_or_skip(self)
         with Harness(["examples/plain_torch.py:Plain"]) as harness:
             harness.start()
-            self.assertEqual(harness.open()["status"], "unsupported")
-            self.assertEqual(harness.open(tp=1, dcp=1, kv_dtype="e4m3fn")["status"], "unsupported")
-            scene = Scene(9, [3], [1], tp=1, dcp=1)
-            harness.open(**scene.json)
-            reply, _ = harness.step("decode", {**scene.attend(), "w_uv": scene.query})
-            self.assertEqual((reply["status"], "w_uv" in reply["reason"]), ("unsupported", True))
+            for session, scene in enumerate(scenes()):
+                self.assertEqual(harness.open(session, **scene.json)["status"], "ok")
+                self.assertEqual(
+                    harness.step("write_kv", scene.write(scene.lens), session)[0]["status"], "ok"
+                )
+                for kind in ("verify", "draft"):
+                    reply, outputs = harness.step(kind, scene.attend(), session)
+                    self.assertEqual(reply["status"], "ok", reply)
+                    out, lse = scene.expected(causal=kind == "verify")
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
 
     def test_it_is_as_short_as_its_page_says_and_the_page_shows_it_as_it_is(self):
         source = (ROOT / "examples" / "plain_torch.py").read_text()
         self.assertLessEqual(len(source.splitlines()), 60)
         page = (ROOT.parent.parent / "docs" / "adapters.md").read_text()
         self.assertIn(f"```python\n{source}```\n", page)
+
+
+class TorchRanks(unittest.TestCase):
+    def test_two_processes_attend_as_one(self):
+        torch_or_skip(self)
+        lens, new = [37, 1, 0, 12], [3, 1, 0, 2]
+        with Harness(["examples/torch_ranks.py:TorchRanks"], TORCHRUN) as harness:
+            harness.start()
+            self.assertEqual(harness.open(99, tp=4, dcp=2)["status"], "unsupported")
+            for session, backend in enumerate(("a2a", "ag_rs")):
+                for attention in ATTENTIONS.values():
+                    scene = Scene(12, lens, new, interleave=2, comm_backend=backend, attention=attention)
+                    self.assertEqual(harness.open(session, **scene.json)["status"], "ok")
+                    harness.step("write_kv", scene.write(scene.lens), session)
+                    reply, outputs = harness.step("verify", scene.attend(), session)
+                    self.assertEqual(reply["status"], "ok", reply)
+                    out, lse = scene.expected(causal=True)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+                    self.assertEqual(reply["collectives"][0], reply["collectives"][1])
+                    self.assertEqual(reply["effective"]["comm_backend"], backend)
 
 
 class NumpyDcp(unittest.TestCase):

@@ -7,11 +7,10 @@ import unittest
 import numpy as np
 
 from shardcheck import Tensor
-from tests.peer import ROOT, Ended, Harness, i32
+from tests.peer import ROOT, TORCHRUN, Ended, Harness, i32
 from tests.skips import torch_or_skip
 
 PLAIN = [sys.executable, str(ROOT / "tests" / "launch.py"), "2"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 
 def layout(what: int) -> dict[str, Tensor]:
@@ -57,7 +56,8 @@ class TwoProcesses(unittest.TestCase):
         reply, _ = harness.step("layout", layout(1))
         self.assertEqual((reply["status"], reply["class"]), ("error", "crash"))
         self.assertTrue(reply["text"].startswith("rank 1: RuntimeError: rank one is ill"), reply["text"])
-        self.assertEqual(harness.step("layout", layout(0))[0]["class"], "input")
+        again, _ = harness.step("layout", layout(0))
+        self.assertEqual((again["class"], "ended with an earlier failure" in again["text"]), ("input", True))
         self.assertEqual(harness.ask({"type": "close", "session": 1})[0]["status"], "ok")
         self.assertEqual(harness.open(session=2)["status"], "ok")
         self.assertEqual(harness.step("layout", layout(0), session=2)[0]["status"], "ok")
@@ -66,6 +66,12 @@ class TwoProcesses(unittest.TestCase):
         harness = self.start()
         reply, _ = harness.step("layout", layout(2))
         self.assertEqual((reply["status"], reply["reason"]), ("unsupported", "rank 1: not on an odd rank"))
+
+    def test_a_refusal_of_all_ranks_leaves_the_session_as_it_was(self):
+        harness = self.start()
+        reply, _ = harness.step("merge_states")
+        self.assertEqual((reply["status"], reply["reason"]), ("unsupported", "several has no merge_states"))
+        self.assertEqual(harness.step("layout", layout(0))[0]["status"], "ok")
 
     def test_ranks_that_wait_for_a_failed_one_are_given_up(self):
         failures = {
@@ -96,6 +102,8 @@ class TorchRanks(unittest.TestCase):
             self.assertEqual(harness.open()["status"], "ok")
             reply, outputs = harness.step("pack_lse", {"lse": Tensor("f32", np.array([1, 2, 3], np.float32))})
             self.assertEqual(reply["status"], "ok", reply)
+            empty, nothing = harness.step("pack_lse", {"lse": Tensor("f32", np.zeros(0, np.float32))})
+            self.assertEqual((empty["status"], empty["collectives"]), ("ok", reply["collectives"]), empty)
             harness.send({"type": "bye"})
             self.assertEqual(harness.exit_code(), 0)
             records = [harness.record(rank) for rank in (0, 1)]
@@ -112,7 +120,11 @@ class TorchRanks(unittest.TestCase):
         self.assertEqual(len(set(reply["collectives"])), 1)
         self.assertGreaterEqual(reply["collectives"][0], 4)
         self.assertEqual(records[0], records[1])
-        self.assertEqual(records[0][0], reply["collectives"][0])
+        self.assertEqual(records[0][0], 2 * reply["collectives"][0])
+        self.assertEqual(
+            {name: nothing[name].shape for name in ("gathered", "exchanged", "reduced")},
+            {"gathered": (2, 2, 0), "exchanged": (2, 2, 0), "reduced": (2, 0)},
+        )
 
     def test_without_a_launcher_a_process_is_a_job_of_one(self):
         torch_or_skip(self)

@@ -20,10 +20,10 @@ CLOSE = 3e-6
 
 
 @functools.lru_cache
-def outcomes(release: str, ranks: str = "virtual") -> dict[str, Any]:
-    """What `tests.vllm_scenarios` prints for a release whose ranks are `virtual` or `processes`."""
+def outcomes(release: str, *options: str) -> dict[str, Any]:
+    """What `tests.vllm_scenarios` prints for a release and options of its adapter."""
     folder = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_scenarios", release, ranks]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_scenarios", release, *options]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
@@ -86,7 +86,7 @@ class ReleasesTest(unittest.TestCase):
 
     def test_ranks_that_are_gloo_processes_give_what_threads_of_one_process_give(self) -> None:
         threads = self.of(HEALTHY)
-        processes = outcomes(HEALTHY, "processes")["outcomes"]
+        processes = outcomes(HEALTHY, "ranks=processes")["outcomes"]
         self.assertEqual(set(threads), set(processes))
         for name, outcome in threads.items():
             with self.subTest(name):
@@ -96,6 +96,14 @@ class ReleasesTest(unittest.TestCase):
                         self.assertAlmostEqual(value, processes[name][key], delta=CLOSE)
                     else:
                         self.assertEqual(value, processes[name][key], key)
+
+    def test_the_kernels_of_the_newer_runner_and_the_other_merge_are_right_as_well(self) -> None:
+        self.of(HEALTHY)
+        found = outcomes(HEALTHY, "runner=v2", "merge=torch")["outcomes"]
+        for name in ("one rank empty", "two groups, padding, projected", "interleave", "verify"):
+            with self.subTest(name):
+                self.assert_right(found[name])
+        self.assertEqual(found["both states empty"], {"nan": False})
 
     def test_sizes_that_the_kernels_refuse_are_unsupported_and_no_failure(self) -> None:
         found = self.of(HEALTHY)

@@ -215,7 +215,7 @@ def main() -> None:
     """Prints the outcome of every scenario as one JSON object."""
     from shardcheck.adapters.vllm import Engine
 
-    engine = Engine(release=sys.argv[1], ranks=(sys.argv[2:] or ["virtual"])[0])
+    engine = Engine(release=sys.argv[1], **dict(word.split("=") for word in sys.argv[2:]))
     outcomes = {name: run(engine, scenario) for name, scenario in SCENARIOS.items()}
     outcomes.update(merges(engine))
     engine.close()

@@ -38,6 +38,7 @@ def prepare(device: str) -> Any:
 SHIMS = (
     "Triton's interpreter: kernels get the attribute `constexprs` that compiled ones have",
     "Triton's interpreter: f32 is rounded to bf16 to nearest even, as devices do; it truncates by itself",
+    "Triton's interpreter: combined flags stay flags; by themselves they become bytes, which are no masks",
     "Triton's interpreter: 8-bit floats that are NaN are read as NaN; it reads them as numbers by itself",
 )
 """What `prepare` changes on a CPU, for a profile."""
@@ -63,7 +64,7 @@ def _constexprs(function: Any) -> list[int]:
 
 def _convert_as_devices_do() -> None:
     """The interpreter casts f32 to bf16 by cutting bits off, every device by rounding; NaN of an 8-bit float
-    is a number to it."""
+    is a number to it, and flags from memory that are combined are bytes."""
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -82,6 +83,18 @@ def _convert_as_devices_do() -> None:
             return TensorHandle(decode(name, source.data.view("uint8")), tl.float32)
         return original_convert(self, source, target, rounding)
 
+    def of_flags(name: str) -> Any:
+        combine = getattr(InterpreterBuilder, name)
+
+        def combined(self: Any, left: Any, right: Any) -> Any:
+            result = combine(self, left, right)
+            both = left.data.dtype == bool and right.data.dtype == bool
+            return TensorHandle(result.data.astype(bool), tl.int1) if both else result
+
+        return combined
+
+    for name in ("create_and", "create_or", "create_xor"):
+        setattr(InterpreterBuilder, name, of_flags(name))
     InterpreterBuilder.cast_impl = cast
     InterpreterBuilder.create_fp_to_fp = convert
 

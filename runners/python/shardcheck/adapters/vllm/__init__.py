@@ -4,7 +4,8 @@
 
 Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an
 unpacked wheel in its place), `--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two
-states), `--ranks virtual|processes` (threads of one process that take turns, or gloo processes).
+states), `--ranks virtual|processes` (threads of one process that take turns, or gloo processes), `--runner
+v1|v2` (whose lengths and slots: the older model runner's, or the kernels of the newer one).
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
+from typing import Any
 
 from shardcheck import Configuration, Session, Unsupported
 from shardcheck import Engine as BaseEngine
-from shardcheck.adapters import interpreter
 from shardcheck.adapters.collectives import VirtualExecutor
 from shardcheck.adapters.processes import ProcessExecutor
 from shardcheck.adapters.vllm.declaration import OWN_STEPS, operations
@@ -27,14 +28,23 @@ _GROUPS = {
 }
 
 
-def _release(folder: str):
-    """A release in a rank's own process."""
+_CHOICES = {
+    "device": ("cpu", "cuda"),
+    "merge": ("triton", "torch"),
+    "ranks": tuple(_GROUPS),
+    "runner": ("v1", "v2"),
+}
+
+
+def make_release(folder: str, device: str, runner: str) -> Any:
+    """A `Release` in this process; raises `Unsupported` where it lacks what `runner` asks for."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
 
     from shardcheck.adapters.vllm.release import Release
 
     torch.set_num_threads(1)
-    return Release(Path(folder), "cpu")
+    return Release(Path(folder), device, runner)
 
 
 class Engine(BaseEngine):
@@ -49,49 +59,30 @@ class Engine(BaseEngine):
         device: str = "cpu",
         merge: str = "triton",
         ranks: str = "virtual",
+        runner: str = "v1",
     ) -> None:
         place = Path(folder) if folder else engine_folder("vllm", release)
         if not (place / "vllm").is_dir():
-            hint = f"python3 -m shardcheck.fetch vllm=={release or 'VERSION'}"
-            raise Unsupported(
-                f"no unpacked vllm in {place}: run `{hint}`, or give --folder with an unpacked wheel"
-            )
-        if (
-            device not in ("cpu", "cuda")
-            or merge not in ("triton", "torch")
-            or ranks not in ("virtual", "processes")
-        ):
-            raise ValueError("--device is cpu or cuda, --merge triton or torch, --ranks virtual or processes")
+            hint = f"run `python3 -m shardcheck.fetch vllm=={release or 'VERSION'}`, or give --folder"
+            raise Unsupported(f"no unpacked vllm in {place}: {hint} with an unpacked wheel")
+        given = {"device": device, "merge": merge, "ranks": ranks, "runner": runner}
+        for name, value in given.items():
+            if value not in _CHOICES[name]:
+                raise ValueError(f"--{name} is {value!r}: use one of {', '.join(_CHOICES[name])}")
         if ranks == "processes" and device != "cpu":
             raise Unsupported("ranks are processes on a CPU only")
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        import torch
-
-        from shardcheck.adapters.vllm.release import Release
-
-        torch.set_num_threads(1)
         manifest = read_manifest(place) or {}
         self.version = str(manifest.get("version", release or _version_of(place)))
         self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
-        self.devices = [device if device == "cpu" else torch.cuda.get_device_name()]
         self.merge_variant = merge
-        self.release = Release(place, device)
-        make = functools.partial(_release, str(place))
+        self.release = make_release(str(place), device, runner)
+        make = functools.partial(make_release, str(place), device, runner)
         self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make)
+        self.devices = [self.release.device_name]
         self.operations = operations(self.release)
-        package = self.release.package
-        self.files = package.loaded()
+        self.files = self.release.package.loaded()
         self.own_steps = list(OWN_STEPS)
-        self.replaced = [
-            *package.described(),
-            *(interpreter.SHIMS if device == "cpu" else ()),
-            _GROUPS[ranks],
-            *(
-                ["correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops"]
-                if self.release.observes_lse
-                else []
-            ),
-        ]
+        self.replaced = [*self.release.replaced(), _GROUPS[ranks]]
 
     def open(self, configuration: Configuration) -> Session:
         """A session; refuses what the release has no code for."""

@@ -3,6 +3,7 @@ merge."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +18,8 @@ from shardcheck.adapters.vllm.layout import Layout, check_pages
 from shardcheck.adapters.vllm.merging import combine, owned_copy
 from shardcheck.adapters.vllm.release import Release, parameters
 
-# Splits of the grouped-query kernel where the release leaves the number to its caller.
-_SPLITS = 2
+# Splits of the grouped-query kernel, which its caller chooses: what the MLA backend takes for short contexts.
+_SPLITS = 1
 
 
 @dataclass
@@ -66,6 +67,7 @@ class RankResult:
     partial_out: torch.Tensor
     partial_lse: torch.Tensor
     row_lens: torch.Tensor
+    query: torch.Tensor
 
 
 class Attention:
@@ -87,6 +89,8 @@ class Attention:
         names = ("lse", "partial_out", "partial_lse")
         stacked = {name: torch.stack([getattr(result, name).float() for result in results]) for name in names}
         row_lens = torch.stack([result.row_lens for result in results])
+        # exact: queries are bf16 values, whatever they are held in
+        query = torch.stack([result.query for result in results]).to(torch.bfloat16)
         effective = {
             "route": route,
             "query_replication": c.query_replication,
@@ -97,7 +101,11 @@ class Attention:
         }
         if c.dcp > 1:
             effective["comm_backend"] = c.comm_backend
-        return Reply({"out": torch.stack(outs), **stacked, "row_lens": row_lens}, effective, collectives)
+        return Reply(
+            {"out": torch.stack(outs), **stacked, "row_lens": row_lens, "gathered_query": query},
+            effective,
+            collectives,
+        )
 
     def _check(self, route: str, batch: Batch) -> None:
         c, release = self.configuration, self.release
@@ -105,6 +113,10 @@ class Attention:
             raise Unsupported("the engine projects merged outputs, never partials")
         if is_narrow(c.kv_dtype):
             self._check_quantised()
+        if release.device != "cpu" and not c.attention.is_mla and c.gathered_heads == c.kv_heads:
+            raise Unsupported(
+                "with one query head a KV head the kernel rounds products to bf16: no contract says that"
+            )
         if route == "verify" and release.verify_row_lens is None:
             raise Unsupported(
                 "this release has no function for the local lengths of the rows of a multi-token step"
@@ -124,6 +136,11 @@ class Attention:
         if c.dcp > 1 and release.refuses_quantised_dcp:
             raise Unsupported(
                 "this release asserts that no cache is quantised under DCP: DCP not support fp8 kvcache now."
+            )
+
+        if release.device != "cpu" and not math.log2(c.kv_scale).is_integer():
+            raise Unsupported(
+                "the kernel rounds what it reads from a quantised cache to bf16: no contract says that"
             )
 
     def _project(self, out: torch.Tensor, rank: int, w_uv: Tensor | None) -> torch.Tensor:
@@ -165,7 +182,7 @@ class RankAttention:
         if group.world_size == 1:
             # no merge masks padding rows here: whoever runs the step drops them
             out[batch.starts[-1] :], merged[batch.starts[-1] :] = 0.0, float("-inf")
-        return RankResult(out, merged, *kept, row_lens)
+        return RankResult(out, merged, *kept, row_lens, query)
 
     def _query(self, query: torch.Tensor, group: Any) -> torch.Tensor:
         """Heads of the rank's group, `[T, Hg, Dk]`: gathered as the attention layer does, or taken at once

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcheck import Configuration
+from shardcheck import Configuration, Unsupported
 from shardcheck.adapters.collectives import VirtualGroup, VirtualRanks
 from shardcheck.adapters.vllm.release import Release, parameters
 
@@ -58,6 +58,8 @@ class Layout:
         self, table: np.ndarray, requests: np.ndarray, positions: np.ndarray, member: int
     ) -> np.ndarray:
         """Slots of tokens that are sorted by request."""
+        if self.release.runner == "v2":
+            return self._mapped_by_runner(table, requests, positions, member)
         c, count, rows = self.configuration, len(requests), len(table)
         values = {
             "block_size": c.block_size,
@@ -89,6 +91,40 @@ class Layout:
             return blocks.slot_mapping.gpu[:count].cpu().numpy().copy()
         blocks.compute_slot_mapping(requests, positions)
         return blocks.slot_mapping.np[:count].copy()
+
+    def _mapped_by_runner(
+        self, table: np.ndarray, requests: np.ndarray, positions: np.ndarray, member: int
+    ) -> np.ndarray:
+        """The same by the kernel of the newer runner, with one group of caches."""
+        c, rows, device = self.configuration, len(table), self.release.device
+        on_device = lambda array, dtype: torch.as_tensor(array, dtype=dtype, device=device)  # noqa: E731
+        blocks = on_device(table, torch.int32)
+        slots = torch.empty(1, len(requests), dtype=torch.int64, device=device)
+        size, flag = on_device([c.block_size], torch.int32), on_device([True], torch.bool)
+        values = {
+            "max_num_tokens": len(requests),
+            "idx_mapping": on_device(np.arange(rows), torch.int32),
+            "query_start_loc": on_device(np.searchsorted(requests, np.arange(rows + 1)), torch.int32),
+            "pos": on_device(positions, torch.int64),
+            "block_table_ptrs": on_device([blocks.data_ptr()], torch.int64).view(torch.uint64),
+            "block_table_strides": on_device([blocks.stride(0)], torch.int64),
+            "block_sizes": size,
+            "kernel_block_sizes": size,
+            "slot_mapping_enabled": flag,
+            "dcp_sharded": flag,
+            "slot_mappings_ptr": slots,
+            "slot_mappings_stride": slots.stride(0),
+            "cp_rank": member,
+            "CP_SIZE": c.dcp,
+            "CP_INTERLEAVE": c.interleave,
+            "PAD_ID": self.release.pad_slot,
+            "TRITON_BLOCK_SIZE": 1024,
+        }
+        kernel = self.release.runner_slots
+        if unknown := [name for name in kernel.arg_names if name not in values]:
+            raise Unsupported(f"the slot kernel of this release takes {', '.join(unknown)} as well")
+        kernel[(1, rows + 1)](**{name: values[name] for name in kernel.arg_names})
+        return slots[0].cpu().numpy()
 
 
 def flat_positions(seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

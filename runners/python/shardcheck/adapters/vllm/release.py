@@ -13,6 +13,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
+from shardcheck import Unsupported
 from shardcheck.adapters import interpreter
 from shardcheck.adapters.vllm import surroundings
 from shardcheck.adapters.vllm.surroundings import Groups
@@ -26,8 +29,9 @@ class Release:
     `verify_row_lens` is `dcp_local_verify_row_lens`, `merge_states` is `merge_attn_states`.
     """
 
-    def __init__(self, folder: Path, device: str) -> None:
+    def __init__(self, folder: Path, device: str, runner: str = "v1") -> None:
         self.folder = folder
+        self.runner = runner
         self.device = device
         self.triton = interpreter.prepare(device)
         self.groups = Groups()
@@ -54,8 +58,13 @@ class Release:
         self.merge_segments = first(surroundings.SEGMENTS, "merge_mla_segments_triton")
         self.pack = first(surroundings.ALL_TO_ALL, "_dcp_a2a_pack_send")
         self.block_table = first(surroundings.BLOCK_TABLE, "BlockTable")
+        self.pad_slot = first(surroundings.LENGTHS, "PAD_SLOT_ID")
+        self.runner_lens = first(surroundings.RUNNER_LENGTHS, "prepare_dcp_local_seq_lens")
+        self.runner_slots = first(surroundings.RUNNER_SLOTS, "_compute_slot_mappings_kernel")
         self._local_lens = first(surroundings.LENGTHS, "get_dcp_local_seq_lens")
         self._cut_lens = None if self._local_lens else self._cut_local_lens()
+        if runner == "v2" and (self.runner_lens is None or self.runner_slots is None):
+            raise Unsupported("this release has no kernels of a newer model runner")
         surroundings.exchange_virtually(self.package)
         self._observed = threading.local()
         self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(
@@ -63,6 +72,20 @@ class Release:
         )
         if self.observes_lse:
             self._observe_lse()
+
+    @property
+    def device_name(self) -> str:
+        """What computes."""
+        return "cpu" if self.device == "cpu" else torch.cuda.get_device_name()
+
+    def replaced(self) -> list[str]:
+        """What stands in the place of the engine's surroundings, for a profile."""
+        lines = self.package.described()
+        if self.device == "cpu":
+            lines += interpreter.SHIMS
+        if self.observes_lse:
+            lines.append("correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops")
+        return lines
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Within, what comes from a stub is an error."""
@@ -90,8 +113,12 @@ class Release:
         return self._local_lens is not None or self._cut_lens is not None
 
     def local_lens(self, seq_lens: Any, world: int, rank: int, interleave: int) -> Any:
-        """Tokens of each request on a rank, i32 `[n]`: by `get_dcp_local_seq_lens`, or the statement that
-        older metadata builders had."""
+        """Tokens of each request on a rank, i32 `[n]`: by the newer runner's kernel, by
+        `get_dcp_local_seq_lens`, or the statement that older metadata builders had."""
+        if self.runner == "v2" and world > 1:
+            lens = torch.empty_like(seq_lens, device=self.device)
+            self.runner_lens(lens, seq_lens.to(self.device), len(lens), world, rank, interleave)
+            return lens.cpu()
         if self._local_lens is not None:
             return self._local_lens(seq_lens, world, rank, interleave)
         if world == 1:

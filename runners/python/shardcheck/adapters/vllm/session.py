@@ -51,7 +51,7 @@ class VllmSession(Session):
             if self.release.verify_row_lens is not None:
                 rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
                 outputs["row_lens"] = torch.stack(rows)
-        return Reply(outputs, {"slots": "BlockTable.compute_slot_mapping"}, [0] * len(members))
+        return Reply(outputs, {"runner": self.release.runner}, [0] * len(members))
 
     def write_kv(
         self,

@@ -27,11 +27,13 @@ BLOCK_TABLE = ("vllm.v1.worker.block_table",)
 DECODE_BACKEND = (f"{_BACKENDS}.mla.triton_mla",)
 VERIFY_BACKEND = (f"{_BACKENDS}.mla.rocm_aiter_mla",)
 MLA = ("vllm.model_executor.layers.attention.mla_attention", f"{_BACKENDS}.mla.common")
+RUNNER_LENGTHS = ("vllm.v1.worker.gpu.cp_utils",)
+RUNNER_SLOTS = ("vllm.v1.worker.gpu.block_table",)
 SEGMENTS = (f"{_OPS}.rocm_aiter_mla_merge",)
 
 _PLACES = (
     *(CORRECTION + ALL_TO_ALL + DECODE_KERNEL + MERGE + MERGE_KERNEL + LENGTHS + BLOCK_TABLE),
-    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS),
+    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS + RUNNER_LENGTHS + RUNNER_SLOTS),
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
 _FOREIGN = (
@@ -55,6 +57,7 @@ _SUPPORT = (
     "vllm.v1.attention.backend",
     "vllm.v1.utils",
     "vllm.v1.worker.cp_utils",
+    "vllm.v1.worker.gpu.buffer_utils",
     "vllm.v1.worker.workspace",
     f"{_OPS}.cp_common",
     f"{_OPS}.pcp",
@@ -84,16 +87,13 @@ class Groups:
 
 
 class Platform:
-    """Stands for `current_platform`: on a CPU no platform at all, so that the engine takes its Triton code;
-    CUDA or ROCm on a GPU."""
+    """Stands for `current_platform`: no platform at all, so that the engine takes its Triton code, or ROCm on
+    an AMD device, whose tiles are others."""
 
     def __init__(self, device: str) -> None:
         import torch
 
-        self._is = set()
-        if device == "cuda":
-            self._is = {"is_rocm"} if torch.version.hip else {"is_cuda"}
-            self._is.add("is_cuda_alike")
+        self._is = {"is_rocm", "is_cuda_alike"} if device == "cuda" and torch.version.hip else set()
         self.device_type = device
         self.dispatch_key = "CPU" if device == "cpu" else "CUDA"
         self._fp8 = torch.float8_e4m3fn
