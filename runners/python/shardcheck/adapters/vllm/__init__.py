@@ -5,7 +5,9 @@
 Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an
 unpacked wheel in its place), `--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two
 states), `--ranks virtual|processes` (threads of one process that take turns, or gloo processes), `--runner
-v1|v2` (whose lengths and slots: the older model runner's, or the kernels of the newer one).
+v1|v2` (whose lengths and slots: the older model runner's, or the kernels of the newer one), `--lse
+engine|f32` (LSEs of partials as the backend has them, in the query's type, or in f32), `--alias-token POSITION`
+(a fault on purpose: that token of each request holds what the token before it holds).
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ _CHOICES = {
     "merge": ("triton", "torch"),
     "ranks": tuple(_GROUPS),
     "runner": ("v1", "v2"),
+    "lse": ("engine", "f32"),
 }
 
 
@@ -60,12 +63,14 @@ class Engine(BaseEngine):
         merge: str = "triton",
         ranks: str = "virtual",
         runner: str = "v1",
+        lse: str = "engine",
+        alias_token: str = "",
     ) -> None:
         place = Path(folder) if folder else engine_folder("vllm", release)
         if not (place / "vllm").is_dir():
             hint = f"run `python3 -m shardcheck.fetch vllm=={release or 'VERSION'}`, or give --folder"
             raise Unsupported(f"no unpacked vllm in {place}: {hint} with an unpacked wheel")
-        given = {"device": device, "merge": merge, "ranks": ranks, "runner": runner}
+        given = {"device": device, "merge": merge, "ranks": ranks, "runner": runner, "lse": lse}
         for name, value in given.items():
             if value not in _CHOICES[name]:
                 raise ValueError(f"--{name} is {value!r}: use one of {', '.join(_CHOICES[name])}")
@@ -76,12 +81,18 @@ class Engine(BaseEngine):
         self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
         self.merge_variant = merge
         self.release = make_release(str(place), device, runner)
+        self.release.full_lse = lse == "f32"
+        self.release.aliased_token = int(alias_token) if alias_token else None
         make = functools.partial(make_release, str(place), device, runner)
         self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make)
         self.devices = [self.release.device_name]
         self.operations = operations(self.release)
         self.files = self.release.package.loaded()
         self.own_steps = list(OWN_STEPS)
+        if self.release.full_lse:
+            self.own_steps.append("buffers of the decode kernel, its LSE in f32 where the backend takes the query's type")
+        if alias_token:
+            self.own_steps.append(f"A FAULT ON PURPOSE: token {alias_token} holds what the token before it holds")
         self.replaced = [*self.release.replaced(), _GROUPS[ranks]]
 
     def open(self, configuration: Configuration) -> Session:

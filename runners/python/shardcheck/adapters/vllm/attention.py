@@ -96,7 +96,7 @@ class Attention:
             "query_replication": c.query_replication,
             "project_before_merge": False,
             "kernel": (
-                self.release.decode if c.attention.is_mla else self.release.decode_kernel
+                self.release.decode if c.attention.is_mla and not self.release.full_lse else self.release.decode_kernel
             ).__qualname__,
         }
         if c.dcp > 1:
@@ -248,6 +248,8 @@ class RankAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The decode of the Triton MLA backend, on an object with the attributes that it reads."""
         c = self.configuration
+        if self.release.full_lse:
+            return self._latent_with_full_lse(query, keys, block_table, lens)
         scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)
         backend = SimpleNamespace(
             kv_lora_rank=c.attention.kv_lora_rank,
@@ -265,6 +267,31 @@ class RankAttention:
         )
         layer = SimpleNamespace(_k_scale=scale, _v_scale=scale)
         return self.release.decode(backend, query, keys[:, :, 0], metadata, layer)
+
+    def _latent_with_full_lse(
+        self, query: Any, keys: Any, block_table: Any, lens: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The kernel of that decode, with an LSE in f32: what the backend could have for the asking."""
+        c, rows, heads = self.configuration, *query.shape[:2]
+        width = c.attention.kv_lora_rank
+        if len(lens) and rows > len(lens):
+            block_table = block_table.repeat_interleave(rows // len(lens), dim=0)
+            lens = lens.repeat_interleave(rows // len(lens))
+        out = torch.zeros(rows, heads, width, dtype=query.dtype, device=query.device)
+        lse = torch.zeros(rows, heads, dtype=torch.float32, device=query.device)
+        longest = max(1, int(lens.max())) if len(lens) else 1
+        count = self.release.key_value_splits
+        splits = _SPLITS if count is None else count(longest, _processors(query.device))
+        logits = torch.empty(rows, heads, splits, width + 1, dtype=torch.float32, device=query.device)
+        scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)
+        options = {"k_scale": scale, "v_scale": scale, "is_mla": True}
+        known = parameters(self.release.decode_kernel)
+        self.release.decode_kernel(
+            *(query, keys, keys[..., :width], out, lse, block_table, lens, logits, splits, c.softmax_scale),
+            page_size=c.block_size,
+            **{name: value for name, value in options.items() if name in known},
+        )
+        return out, lse
 
     def _grouped(
         self, query: Any, keys: Any, values: Any, block_table: Any, lens: Any

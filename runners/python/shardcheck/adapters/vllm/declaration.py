@@ -30,7 +30,8 @@ def operations(release: Any) -> dict[str, Operation]:
     # Everything is f32 in the interpreter; a 16-bit LSE and output on a GPU, where the backend takes both
     # from the query.
     exact = Contract.f32("f32", merge="ag_rs_f32")
-    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=2.0**-8, tile_min=1, kexp=_kexp(cpu))
+    lse_rel = 0.0 if release.full_lse else 2.0**-8
+    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=lse_rel, tile_min=1, kexp=_kexp(cpu))
     attention = exact if cpu else rounded
     conventions = Conventions(lane_orders=[] if cpu else ["lo_hi"])
     lanes = Conventions(lane_orders=["lo_hi"])

@@ -30,6 +30,10 @@ class Release:
     """
 
     def __init__(self, folder: Path, device: str, runner: str = "v1") -> None:
+        # whether the decode kernel is given an LSE in f32, whatever the backend would give it
+        self.full_lse = False
+        # position of a token that is written with the content of the one before it: a fault on purpose
+        self.aliased_token: int | None = None
         self.folder = folder
         self.runner = runner
         self.device = device

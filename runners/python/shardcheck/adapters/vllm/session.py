@@ -68,12 +68,23 @@ class VllmSession(Session):
             np.ascontiguousarray(requests.numpy()).astype(np.int64),
             np.ascontiguousarray(positions.numpy()),
         )
+        key = self._aliased(key, *given)
         slots = []
         for rank in range(self.configuration.tp):
             with self.release.watching():
                 slots.append(self.layouts.slots(table, *given, rank % self.configuration.dcp))
             self.caches.write(rank, slots[-1], key, value)
         return Reply({"slots": np.stack(slots)}, collectives=[0] * len(slots))
+
+    def _aliased(self, key: Tensor, requests: np.ndarray, positions: np.ndarray) -> Tensor:
+        """The keys, or the fault that was asked for: one token with the key of the token before it."""
+        position = self.release.aliased_token
+        codes = np.ascontiguousarray(key.codes)
+        for token in () if position is None else np.flatnonzero(positions == position):
+            if token > 0 and requests[token - 1] == requests[token] and positions[token - 1] == position - 1:
+                codes = codes.copy()
+                codes[token] = codes[token - 1]
+        return key if position is None else Tensor(key.dtype, codes)
 
     def read_cache(self, **_: Any) -> Reply:
         """The caches as they are."""
