@@ -34,6 +34,8 @@ pub enum SuiteName {
     Nightly,
     /// A few tiny cases for engines that take seconds a call.
     EngineSmoke,
+    /// An engine on its device: real dimensions, contexts up to 2^20.
+    EngineDevice,
     /// The configurations that the project's source documents report, at real head counts.
     Seeds,
     /// The ladder of a new engine: what it must pass, easiest first.
@@ -42,7 +44,8 @@ pub enum SuiteName {
 
 impl SuiteName {
     /// All suites, in a stable order.
-    pub const ALL: [Self; 5] = [Self::Gate, Self::Nightly, Self::EngineSmoke, Self::Seeds, Self::MustPass];
+    pub const ALL: [Self; 6] =
+        [Self::Gate, Self::Nightly, Self::EngineSmoke, Self::EngineDevice, Self::Seeds, Self::MustPass];
 
     /// Name as it stands on the command line.
     pub fn name(self) -> &'static str {
@@ -50,6 +53,7 @@ impl SuiteName {
             Self::Gate => "gate",
             Self::Nightly => "nightly",
             Self::EngineSmoke => "engine-smoke",
+            Self::EngineDevice => "engine-device",
             Self::Seeds => "seeds",
             Self::MustPass => "mustpass",
         }
@@ -60,6 +64,7 @@ impl SuiteName {
             Self::Gate => include_str!("../suites/gate.toml"),
             Self::Nightly => include_str!("../suites/nightly.toml"),
             Self::EngineSmoke => include_str!("../suites/engine-smoke.toml"),
+            Self::EngineDevice => include_str!("../suites/engine-device.toml"),
             Self::Seeds => include_str!("../suites/seeds.toml"),
             Self::MustPass => include_str!("../suites/mustpass.toml"),
         }

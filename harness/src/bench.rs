@@ -8,6 +8,7 @@ pub mod inputs;
 pub mod oracle;
 mod peak;
 pub mod progress;
+pub mod protocol;
 pub mod scheme;
 pub mod sensitivity;
 pub mod simulation;

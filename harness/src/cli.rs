@@ -31,7 +31,12 @@ enum Verb {
     Explain(commands::explain::Args),
     /// Judge one case again, from its id, its file or a run
     Replay(commands::replay::Args),
-    /// Decide again on the stored failures of a run, without the engine
+    /// Write a suite's questions as files, for whatever this program can't start
+    ///
+    /// Each case gets a folder with the inputs of one plain pass. Something else computes and writes its outputs beside them: an
+    /// emulator, a lab without a network, a program in C++. `shardcheck judge DIR` decides. docs/files.md has the formats.
+    Export(commands::export::Args),
+    /// Decide again on the stored failures of a run, without the engine; or on the answers in an exported folder
     Judge(commands::judge::Args),
     /// Say which known fault explains the stored failures of a run
     ///
@@ -69,6 +74,8 @@ enum Verb {
     ///
     /// `shardcheck run --engine 'exec:shardcheck adapter'` judges the embedded engine behind the process protocol.
     Adapter(commands::adapter::Args),
+    /// Fetch published engines whose own code can be judged
+    Engines(commands::engines::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -79,7 +86,7 @@ pub enum CommandError {
     /// The command line or a file that it names is wrong.
     #[error("{0}")]
     Usage(String),
-    /// The selection is empty.
+    /// The selection is empty, or there is no failure to work on.
     #[error("{0}")]
     NothingSelected(String),
     /// The engine fails without any fault.
@@ -140,6 +147,7 @@ pub fn main() -> Exit {
         Verb::List(args) => commands::list::run(&args),
         Verb::Explain(args) => commands::explain::run(&args),
         Verb::Replay(args) => commands::replay::run(&args),
+        Verb::Export(args) => commands::export::run(&args),
         Verb::Judge(args) => commands::judge::run(&args),
         Verb::Diagnose(args) => commands::diagnose::run(&args),
         Verb::Shrink(args) => commands::shrink::run(&args),
@@ -151,6 +159,7 @@ pub fn main() -> Exit {
         Verb::Gsm8k(args) => commands::gsm8k::run(shardcheck_gsm8k::run(&args)),
         Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
         Verb::Adapter(args) => commands::adapter::run(&args),
+        Verb::Engines(args) => commands::engines::run(&args),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

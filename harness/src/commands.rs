@@ -5,7 +5,9 @@ pub mod bench;
 pub mod diagnose;
 pub mod diff;
 pub mod doctor;
+pub mod engines;
 pub mod explain;
+pub mod export;
 pub mod golden;
 pub mod gsm8k;
 pub mod judge;
@@ -31,7 +33,7 @@ use crate::select::{SelectArgs, Selection};
 #[derive(Debug, clap::Args)]
 #[command(next_help_heading = "Cases")]
 pub struct CaseArgs {
-    /// Suite to take cases from: gate, nightly, engine-smoke, seeds, mustpass
+    /// Suite to take cases from: gate, nightly, engine-smoke, engine-device, seeds, mustpass
     #[arg(long, default_value = "gate", value_name = "NAME")]
     pub suite: SuiteName,
 

@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use crate::event::{CaseResult, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::record::RunRecord;
 use crate::report::block::{printable, replay_command, short};
-use crate::run_directory::short_hash;
+use crate::run_directory::{claims_in_words, short_hash};
 use crate::select::Selection;
 use crate::status::{Exit, Status};
 use crate::summary::{family_of, ratio};
@@ -77,6 +77,12 @@ pub struct Diff {
     pub only_before: Vec<Change>,
     /// Cases that only the second run has.
     pub only_after: Vec<Change>,
+    /// Entries of the claims that fail in the second run and did not in the first: `entry: expected_fail, then unexpected_pass`.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub claims_newly_failing: Vec<String>,
+    /// Entries of the claims that failed and no longer do, those that are gone included.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub claims_fixed: Vec<String>,
     /// Largest |error| over its bound by property, over the cases that both runs have.
     pub ratios: Vec<Drift>,
     /// Seconds by family, over the cases that both runs have.
@@ -112,6 +118,8 @@ impl Diff {
             after: after.header.run_id.clone(),
             headers: header_differences(&before.header, &after.header),
             reproduce: newly_failing.first().map(|change| replay_command(&change.id, Some(&after.header))),
+            claims_newly_failing: claims(after, before, |after, before| (before, after)),
+            claims_fixed: claims(before, after, |before, after| (before, after)),
             newly_failing,
             fixed: take(&|c| fails(c.before) && judged(c.after) && !fails(c.after)),
             still_failing: take(&|c| fails(c.before) && fails(c.after)),
@@ -125,7 +133,7 @@ impl Diff {
 
     /// Exit code: Failed when something newly fails, Inconclusive when something is no longer judged.
     pub fn exit(&self) -> Exit {
-        if !self.newly_failing.is_empty() {
+        if !self.newly_failing.is_empty() || !self.claims_newly_failing.is_empty() {
             Exit::Failed
         } else if !self.no_longer_judged.is_empty() {
             Exit::Inconclusive
@@ -150,6 +158,11 @@ impl fmt::Display for Diff {
             ("only in the second run", &self.only_after),
         ] {
             write_changes(f, title, changes)?;
+        }
+        for (title, lines) in
+            [("claims newly failing", &self.claims_newly_failing), ("claims fixed", &self.claims_fixed)]
+        {
+            lines.iter().try_for_each(|line| writeln!(f, "{title}: {}", printable(line)))?;
         }
         write_drifts(f, "largest |error| over its bound, by property", &self.ratios, short)?;
         write_drifts(f, "seconds, by family", &self.times_s, |seconds| format!("{seconds:.2} s"))?;
@@ -214,11 +227,31 @@ fn header_differences(before: &RunHeader, after: &RunHeader) -> Vec<String> {
         ("machine", before.machine.clone(), after.machine.clone()),
         ("selection", Selection::in_words(&before.selection), Selection::in_words(&after.selection)),
         ("engine profile", short_hash(&before.profile), short_hash(&after.profile)),
+        ("claims", claims_in_words(before), claims_in_words(after)),
     ]
     .into_iter()
     .filter(|(_, before, after)| before != after)
     .map(|(what, before, after)| format!("{what}: {before}, then {after}"))
     .collect()
+}
+
+/// Verdicts of one entry of the claims in the order in which they are told.
+type Order = fn(Option<Status>, Option<Status>) -> (Option<Status>, Option<Status>);
+
+/// Entries that fail in `here` and not in `there`.
+fn claims(here: &RunRecord, there: &RunRecord, order: Order) -> Vec<String> {
+    let name = |status: Option<Status>| status.map_or("no verdict", Status::name);
+    here.claims
+        .iter()
+        .filter(|verdict| verdict.status.is_failure())
+        .filter_map(|verdict| {
+            let other =
+                there.claims.iter().find(|known| known.entry == verdict.entry).map(|known| known.status);
+            let (before, after) = order(Some(verdict.status), other);
+            let fails = other.is_some_and(Status::is_failure);
+            (!fails).then(|| format!("{}: {}, then {}", verdict.entry, name(before), name(after)))
+        })
+        .collect()
 }
 
 /// Named figures of one case.

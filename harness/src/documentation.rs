@@ -162,8 +162,19 @@ fn every_example_expression_of_the_pages_parses() {
 }
 
 #[test]
+fn the_page_on_files_shows_the_program_as_it_is() {
+    let source = fs::read_to_string(page_path("../runners/files/merge_states.cpp")).unwrap();
+    assert!(
+        page("files.md").contains(&format!("```cpp\n{source}```\n")),
+        "docs/files.md lists another program"
+    );
+}
+
+#[test]
 fn links_between_the_pages_lead_somewhere() {
-    for name in ["diagnosis.md", "exit-codes.md", "results.md", "selection.md", "shrink.md"] {
+    for name in
+        ["claims.md", "diagnosis.md", "exit-codes.md", "files.md", "results.md", "selection.md", "shrink.md"]
+    {
         let text = page(name);
         for link in text.split("](").skip(1).map(|rest| rest[..rest.find(')').unwrap()].to_owned()) {
             let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));

@@ -7,6 +7,7 @@ use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
 use shardcheck_process::{EngineLog, ProcessEngine, ProcessOptions, StartError};
 
+use crate::boundary::boundary_fault;
 use crate::guard::Guarded;
 use crate::nearest::nearest;
 
@@ -18,7 +19,7 @@ pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
     /// Engine under test: `cpu` (embedded), `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
-    /// `vllm@VERSION` (a release that `python3 -m shardcheck.fetch vllm==VERSION` brought); cpu when not given
+    /// `vllm@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
 
@@ -87,6 +88,15 @@ pub enum EngineChoiceError {
         /// Engine that was given.
         engine: String,
     },
+    /// A fault that is put between the harness and any engine, not into the embedded one.
+    #[error(
+        "{name} is a fault at the boundary of an engine, not in the embedded engine: `shardcheck mutants run --boundary \
+         --fault {name}` tries it"
+    )]
+    FaultAtTheBoundary {
+        /// Its name.
+        name: &'static str,
+    },
     /// Not a time that can be waited.
     #[error("{option} {seconds} is not a number of seconds above zero")]
     Timeout {
@@ -152,9 +162,14 @@ pub fn open(
     }
 }
 
+/// The Python interpreter of adapters.
+pub fn python() -> String {
+    std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned())
+}
+
 /// The command behind an engine's name; `None` for the embedded engine.
 fn command(name: &str) -> Result<Option<String>, EngineChoiceError> {
-    let python = std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned());
+    let python = python();
     let adapter = |spec: &str| format!("{python} -m shardcheck.adapter {spec}");
     if name == EMBEDDED {
         return Ok(None);
@@ -183,17 +198,21 @@ fn seconds(option: &'static str, seconds: f64) -> Result<Duration, EngineChoiceE
 /// The fault of that name.
 ///
 /// # Errors
-/// [`EngineChoiceError::UnknownFault`].
+/// [`EngineChoiceError::UnknownFault`], [`EngineChoiceError::FaultAtTheBoundary`].
 pub fn find_fault(name: &str) -> Result<&'static Fault, EngineChoiceError> {
-    fault(name).ok_or_else(|| EngineChoiceError::UnknownFault {
-        name: name.to_owned(),
-        suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
+    fault(name).ok_or_else(|| match boundary_fault(name) {
+        Some(fault) => EngineChoiceError::FaultAtTheBoundary { name: fault.name },
+        None => EngineChoiceError::UnknownFault {
+            name: name.to_owned(),
+            suggestion: nearest(name, faults().iter().map(|fault| fault.name)).map(str::to_owned),
+        },
     })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::boundary::boundary_faults;
 
     #[test]
     fn names_stand_for_commands() {
@@ -217,5 +236,15 @@ mod tests {
         let args = EngineArgs { engine: Some("exec:true".to_owned()), start_timeout_s: 1.0 };
         let error = open(&args, Some("ranks-averaged"), 1.0).err().unwrap().to_string();
         assert!(error.contains("--boundary"), "{error}");
+    }
+
+    #[test]
+    fn a_fault_at_the_boundary_is_never_taken_for_a_slip_in_the_name_of_another() {
+        for known in boundary_faults() {
+            let error = find_fault(known.name).unwrap_err();
+            assert!(matches!(error, EngineChoiceError::FaultAtTheBoundary { name } if name == known.name));
+            let command = format!("mutants run --boundary --fault {}", known.name);
+            assert!(error.to_string().contains(&command) && !error.to_string().contains("did you mean"));
+        }
     }
 }

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
 
+use crate::claims::{Claims, EntryVerdict, Expected};
 use crate::diagnose::Diagnosis;
 use crate::finding::Finding;
 use crate::status::Status;
@@ -17,6 +18,21 @@ pub struct Check {
     pub property: String,
     /// What was found.
     pub finding: Finding,
+    /// The entry of the claims that expects it to fail, where one does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<Expected>,
+}
+
+impl Check {
+    /// A finding of a property.
+    pub fn new(property: impl Into<String>, finding: Finding) -> Self {
+        Self { property: property.into(), finding, expected: None }
+    }
+
+    /// Its verdict: that of the finding, or that this failure is expected.
+    pub fn status(&self) -> Status {
+        if self.expected.is_some() { Status::ExpectedFail } else { self.finding.status() }
+    }
 }
 
 /// What a case reached, for the line against vacuity.
@@ -68,13 +84,13 @@ pub struct CaseResult {
 impl CaseResult {
     /// Verdict of a case out of the findings of its properties.
     pub fn status_of(checks: &[Check]) -> Status {
-        let judged = checks.iter().map(|c| c.finding.status()).filter(|s| *s != Status::Unsupported);
+        let judged = checks.iter().map(Check::status).filter(|s| *s != Status::Unsupported);
         judged.max().unwrap_or(Status::Unsupported)
     }
 
-    /// The checks that did not hold.
+    /// The checks that did not hold, save those that are expected not to.
     pub fn failures(&self) -> impl Iterator<Item = &Check> {
-        self.checks.iter().filter(|c| c.finding.status().is_failure())
+        self.checks.iter().filter(|check| check.status().is_failure())
     }
 }
 
@@ -99,6 +115,9 @@ pub struct RunHeader {
     pub profile: serde_json::Value,
     /// Selection options in force, to resume with.
     pub selection: serde_json::Value,
+    /// Claims that the run is judged by, if any: the entries for this version of the engine.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub claims: Option<Claims>,
     /// Number of selected cases.
     pub selected: usize,
     /// Operating system, architecture, cores.
@@ -135,6 +154,8 @@ pub enum Event {
         /// Cases tried.
         tried: usize,
     },
+    /// An entry of the claims, judged by the whole run.
+    ClaimJudged(EntryVerdict),
     /// Last line of a run that was not killed.
     RunFinished {
         /// Counts by verdict.

@@ -10,6 +10,7 @@ use shardcheck_cases::Case;
 use shardcheck_engine::Engine;
 
 use crate::boundary::{boundary_faults, try_boundary};
+use crate::claims::Claims;
 use crate::diagnose::{MOST_CASES, diagnose, evidence_of};
 use crate::event::{CaseResult, Event};
 use crate::matrix::{KillState, Row};
@@ -37,6 +38,8 @@ pub struct Plan<'a> {
     pub diagnose_within: Option<Duration>,
     /// Cases on which faults are tried after the cases; empty for none.
     pub mutant_cases: &'a [Case],
+    /// Claims that failures are held against, and all cases of the run, judged before or not.
+    pub claims: Option<(&'a Claims, &'a [Case])>,
     /// What was judged before, when the run is resumed: reported again, never judged again.
     pub before: Vec<CaseResult>,
 }
@@ -131,14 +134,36 @@ pub fn execute(
         }
     }
     let cut_short = judged.len() < plan.cases.len();
-    let exit = exit_of(&statuses, survivors, cut_short);
     let counts = crate::record::count_statuses(statuses.iter().copied());
+    if !cut_short {
+        statuses.extend(conclude(plan, directory, show)?);
+    }
+    let exit = exit_of(&statuses, survivors, cut_short);
     let event =
         Event::RunFinished { counts, elapsed_s: started.elapsed().as_secs_f64(), exit_code: exit.code() };
     directory.append(&event)?;
     directory.finish()?;
     show(&event);
     Ok(Outcome { exit, cut_short })
+}
+
+/// Judges the entries of the claims by everything that the run has on disk, what was judged before a resume included.
+fn conclude(
+    plan: &Plan<'_>,
+    directory: &mut RunDirectory,
+    show: &mut dyn FnMut(&Event),
+) -> Result<Vec<Status>, ExecuteError> {
+    let Some((claims, cases)) = plan.claims else { return Ok(Vec::new()) };
+    let record = run_directory::read_events(directory.path())?;
+    let selects = |id: &str, case: &Case, property: &str| plan.selection.matches_property(id, case, property);
+    let verdicts = claims.conclude(cases, &selects, &record);
+    let statuses = verdicts.iter().map(|verdict| verdict.status).collect();
+    for verdict in verdicts {
+        let event = Event::ClaimJudged(verdict);
+        directory.append(&event)?;
+        show(&event);
+    }
+    Ok(statuses)
 }
 
 fn exit_of(statuses: &[Status], survivors: usize, cut_short: bool) -> Exit {
@@ -159,7 +184,10 @@ fn produce(plan: &Plan<'_>, stop: &AtomicBool, send: &mpsc::Sender<Message>) {
         let recorder = Recorder::new(plan.engine);
         let only =
             |property: &crate::properties::Property| plan.selection.matches_property(&id, case, property.id);
-        let result = judge_case(case, &recorder, &only);
+        let mut result = judge_case(case, &recorder, &only);
+        if let Some((claims, _)) = plan.claims {
+            claims.mark(case, &mut result);
+        }
         let recording = result.status.is_failure().then(|| recorder.recording());
         // the receiver is gone only after an error that ends the run
         let _ = send.send(Message::Judged(Box::new((case.clone(), result, recording))));

@@ -283,10 +283,21 @@ const CASES_FOR_OTHERS: usize = 60;
 const HANG_TIMEOUT: Duration = Duration::from_millis(300);
 
 /// Tries every fault on every property that it names, on the small cases of a suite, in parallel. `whole` says that no
-/// fault was left out, so that a property without a killing fault can be told.
-pub fn matrix(suite: &str, seed: u64, faults: &[&'static Fault], cases: &[Case], whole: bool) -> Matrix {
+/// fault was left out, so that a property without a killing fault can be told; `done` hears of each fault as it is tried.
+pub fn matrix(
+    (suite, seed): (&str, u64),
+    faults: &[&'static Fault],
+    cases: &[Case],
+    whole: bool,
+    done: &(dyn Fn(&Row) + Sync),
+) -> Matrix {
     let _quiet = Quiet::new();
-    let rows: Vec<Row> = faults.par_iter().map(|fault| try_fault(fault, cases)).collect();
+    let row = |fault: &&'static Fault| {
+        let row = try_fault(fault, cases);
+        done(&row);
+        row
+    };
+    let rows: Vec<Row> = faults.par_iter().map(row).collect();
     let kills = |property: &Property| {
         let killed = |cell: &Cell| cell.property == property.id && cell.state == KillState::Killed;
         rows.iter().any(|row| row.cells.iter().any(killed))

@@ -5,9 +5,11 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
 
+use crate::claims::EntryVerdict;
 use crate::diagnose::Diagnosis;
 use crate::event::{CaseResult, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::status::Status;
+use crate::tally::{TableRow, table_of};
 
 /// State of a fault that was killed by the property that names it, as [`Event::MutantTried`] writes it.
 pub const KILLED: &str = "killed";
@@ -49,6 +51,8 @@ pub struct RunRecord {
     pub mutants: Vec<MutantRecord>,
     /// Which known faults explain the failures.
     pub diagnosis: Option<Diagnosis>,
+    /// Last verdict on each entry of the claims, in the order in which they were first judged.
+    pub claims: Vec<EntryVerdict>,
     /// Present when the run came to its end.
     pub finished: Option<Finished>,
     /// Whether the last line was cut off and left out: the run was killed while it wrote.
@@ -65,6 +69,7 @@ impl RunRecord {
             failed: BTreeMap::new(),
             mutants: Vec::new(),
             diagnosis: None,
+            claims: Vec::new(),
             finished: None,
             torn: false,
             places: HashMap::new(),
@@ -110,6 +115,12 @@ impl RunRecord {
                     None => self.mutants.push(record),
                 }
             }
+            Event::ClaimJudged(verdict) => {
+                match self.claims.iter_mut().find(|known| known.entry == verdict.entry) {
+                    Some(known) => *known = verdict.clone(),
+                    None => self.claims.push(verdict.clone()),
+                }
+            }
             Event::RunFinished { elapsed_s, exit_code, .. } => {
                 self.finished = Some(Finished { elapsed_s: *elapsed_s, exit_code: *exit_code });
             }
@@ -142,6 +153,8 @@ impl RunRecord {
             cases: self.cases.clone(),
             mutants: self.mutants.clone(),
             diagnosis: self.diagnosis.clone(),
+            claims: self.claims.clone(),
+            table: table_of(&self.cases),
         }
     }
 }
@@ -176,4 +189,10 @@ pub struct Results {
     /// Which known faults explain the failures; absent when nothing failed or nothing was diagnosed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<Diagnosis>,
+    /// Last verdict on each entry of the claims; absent without claims.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub claims: Vec<EntryVerdict>,
+    /// Checks by family and property area: what was judged, and why the rest was not.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub table: Vec<TableRow>,
 }

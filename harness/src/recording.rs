@@ -70,7 +70,7 @@ impl<T: Clone> Answered<T> {
         }
     }
 
-    fn play(self) -> Result<Answer<T>, EngineError> {
+    pub(crate) fn play(self) -> Result<Answer<T>, EngineError> {
         match self {
             Self::Done(value) => Ok(Answer::Done(value)),
             Self::Unsupported(why) => Ok(Answer::Unsupported(why)),

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use shardcheck_cases::{Body, Case, Family};
-use shardcheck_engine::Engine;
+use shardcheck_engine::{Engine, OperationKind, Profile};
 
 use crate::event::{CaseResult, Check, Coverage};
 use crate::finding::Finding;
@@ -19,19 +19,20 @@ use crate::status::Status;
 pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> bool) -> CaseResult {
     let started = Instant::now();
     let outcome = catch_unwind(AssertUnwindSafe(|| {
+        if let Some(kind) = undeclared(case, engine.profile()) {
+            let finding = Finding::Unsupported(format!("the engine does not declare {kind}"));
+            return (vec![Check::new("case", finding)], Coverage::default());
+        }
         let material = Material::of(case, engine.profile());
         let checks = match &material {
             Err(why) => {
-                vec![Check { property: "case".to_owned(), finding: Finding::Inconclusive(why.clone()) }]
+                vec![Check::new("case", Finding::Inconclusive(why.clone()))]
             }
             Ok(material) => {
                 let laboratory = Laboratory::new(case, engine, material);
                 properties::of(case)
                     .filter(|property| only(property))
-                    .map(|property| Check {
-                        property: property.id.to_owned(),
-                        finding: property.judge(&laboratory),
-                    })
+                    .map(|property| Check::new(property.id, property.judge(&laboratory)))
                     .collect()
             }
         };
@@ -40,7 +41,7 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     let (checks, coverage) = outcome.unwrap_or_else(|panic| {
         let text = format!("the harness panicked: {}", panic_text(panic.as_ref()));
         let finding = Finding::Engine { status: Status::HarnessError, text };
-        (vec![Check { property: "harness".to_owned(), finding }], Coverage::default())
+        (vec![Check::new("harness", finding)], Coverage::default())
     });
     CaseResult {
         id: case.id(),
@@ -50,6 +51,15 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
         coverage,
         reason: None,
     }
+}
+
+/// The operation without which there is nothing to ask an engine in this case, if its profile lacks that.
+fn undeclared(case: &Case, profile: &Profile) -> Option<OperationKind> {
+    let needed = match &case.body {
+        Body::Sequence(_) => Some(OperationKind::WriteKv),
+        _ => case.family.operation(),
+    };
+    needed.filter(|kind| profile.operation(*kind).is_none())
 }
 
 /// Whether a stored result is not what deciding again comes to, or contradicts the checks that it holds itself.

@@ -293,11 +293,20 @@ fn header_differences(was: &RunHeader, now: &RunHeader) -> Vec<String> {
         ("tool version", was.tool_version.clone(), now.tool_version.clone()),
         ("selection", Selection::in_words(&was.selection), Selection::in_words(&now.selection)),
         ("engine profile", short_hash(&was.profile), short_hash(&now.profile)),
+        ("claims", claims_in_words(was), claims_in_words(now)),
     ]
     .into_iter()
     .filter(|(_, was, now)| was != now)
     .map(|(what, was, now)| format!("{what} was {was}, now {now}"))
     .collect()
+}
+
+/// Claims of a run in words: none, or whose they are and which.
+pub(crate) fn claims_in_words(header: &RunHeader) -> String {
+    header.claims.as_ref().map_or("none".to_owned(), |claims| {
+        let hash = short_hash(&serde_json::to_value(claims).unwrap_or_default());
+        format!("{} {} ({hash})", claims.engine, claims.version)
+    })
 }
 
 /// Names a value that is too long to be told.

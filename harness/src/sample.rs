@@ -2,6 +2,7 @@
 
 use shardcheck_cases::Case;
 
+use crate::claims::{EntryKind, EntryVerdict};
 use crate::diagnose::{Candidate, Diagnosis};
 use crate::event::{CaseResult, Check, Coverage, Event, RESULTS_SCHEMA_VERSION, RunHeader};
 use crate::finding::{Failure, Figures, Finding, Measured, Stage, Worst};
@@ -20,6 +21,7 @@ pub fn header() -> RunHeader {
         fault: None,
         profile: serde_json::json!({"engine": "cpu", "version": "0.1.0"}),
         selection: serde_json::to_value(Selection::default()).unwrap(),
+        claims: None,
         selected: 7,
         machine: "linux x86_64, 2 cores".into(),
     }
@@ -63,7 +65,7 @@ fn result(id: &str, checks: Vec<Check>) -> CaseResult {
 }
 
 fn check(property: &str, finding: Finding) -> Check {
-    Check { property: property.into(), finding }
+    Check::new(property, finding)
 }
 
 pub fn passed(id: &str, worst_ratio: f64) -> CaseResult {
@@ -89,7 +91,7 @@ pub fn skipped(id: &str) -> CaseResult {
     CaseResult { status: Status::Skipped, reason, ..result(id, vec![]) }
 }
 
-/// One of everything: pass, fail twice, crash, unsupported, skipped, inconclusive, and three faults.
+/// One of everything: pass, fail twice, crash, unsupported, skipped, inconclusive, three faults, and an entry of the claims.
 pub fn events(header: &RunHeader) -> Vec<Event> {
     let crash = Finding::Engine { status: Status::Crash, text: "engine crashed: index out of range".into() };
     let mut real =
@@ -139,6 +141,17 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
             tried: 3,
         });
     }
+    events.push(Event::ClaimJudged(EntryVerdict {
+        entry: "nan-leaks".into(),
+        kind: EntryKind::Finding,
+        status: Status::UnexpectedPass,
+        matching: 2,
+        judged: 1,
+        shown: 0,
+        text: "0 of 1 judged cases show nan-leaks".into(),
+        reference: "vllm#38416".into(),
+        cases: vec![CASE_ID.into()],
+    }));
     events.push(Event::RunFinished { counts, elapsed_s: 12.5, exit_code: Exit::Failed.code() });
     events
 }

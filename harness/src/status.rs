@@ -131,7 +131,7 @@ pub enum Exit {
     Usage,
     /// No failure, but nothing was decided for at least one case.
     Inconclusive,
-    /// The selection is empty.
+    /// The selection is empty, or there is no failure to replay, shrink or diagnose.
     NothingSelected,
     /// A resumed or partitioned run still lacks cases.
     RerunOutstanding,
@@ -195,7 +195,9 @@ impl Exit {
             Self::Failed => "something failed",
             Self::Usage => "the command line, or a file that it names, is wrong",
             Self::Inconclusive => "no failure, but nothing could be decided for at least one case",
-            Self::NothingSelected => "the selection is empty",
+            Self::NothingSelected => {
+                "the selection is empty, or there is no failure to replay, shrink or diagnose"
+            }
             Self::RerunOutstanding => "a resumed or partitioned run still lacks cases",
             Self::BaselineFailed => "the engine fails without any fault, so mutants prove nothing",
             Self::MutantsSurvived => "a fault was not killed, or not by the property that names it",

@@ -41,7 +41,7 @@ pub struct Summary {
     pub compared: u64,
     /// Elements of these for which equality was asked.
     pub exact: u64,
-    /// Why cases were skipped, unsupported or inconclusive, with their number.
+    /// Why cases were skipped, unsupported, inconclusive or expected to fail, with their number.
     pub reasons: BTreeMap<Status, BTreeMap<String, usize>>,
     /// Faults tried: those that apply.
     pub faults_tried: usize,
@@ -78,6 +78,11 @@ impl Summary {
         if result.status.is_judged() {
             self.coverage = self.coverage.and(result.coverage);
             self.real_head_cases += usize::from(result.coverage.real_heads);
+        }
+        if result.status == Status::ExpectedFail {
+            for reason in expected_reasons(result) {
+                *self.reasons.entry(result.status).or_default().entry(reason).or_insert(0) += 1;
+            }
         }
         if let Some(reason) = undecided_reason(result) {
             *self.reasons.entry(result.status).or_default().entry(reason).or_insert(0) += 1;
@@ -164,7 +169,7 @@ pub fn undecided_reason(result: &CaseResult) -> Option<String> {
     if result.status.is_judged() {
         return None;
     }
-    let said = result.checks.iter().filter(|check| check.finding.status() == result.status);
+    let said = result.checks.iter().filter(|check| check.status() == result.status);
     let mut reasons: Vec<&str> = said
         .filter_map(|check| match &check.finding {
             Finding::Inconclusive(reason) | Finding::Unsupported(reason) => Some(reason.as_str()),
@@ -174,6 +179,18 @@ pub fn undecided_reason(result: &CaseResult) -> Option<String> {
         .collect();
     reasons.dedup();
     Some(if reasons.is_empty() { "no reason given".to_owned() } else { reasons.join("; ") })
+}
+
+/// Why the failures of a case are expected, each entry of the claims once; empty where none is.
+pub fn expected_reasons(result: &CaseResult) -> Vec<String> {
+    let mut reasons: Vec<String> = Vec::new();
+    for expected in result.checks.iter().filter_map(|check| check.expected.as_ref()) {
+        let reason = format!("{}: {} ({})", expected.entry, expected.reason, expected.reference);
+        if !reasons.contains(&reason) {
+            reasons.push(reason);
+        }
+    }
+    reasons
 }
 
 fn elements(check: &Check) -> (u64, u64) {
@@ -224,8 +241,7 @@ mod tests {
 
     #[test]
     fn where_only_equality_was_asked_there_is_no_ratio() {
-        let exact =
-            Check { property: "p".into(), finding: Finding::Holds(crate::finding::Measured::exact(5)) };
+        let exact = Check::new("p", Finding::Holds(crate::finding::Measured::exact(5)));
         assert_eq!(ratio(&exact), None);
     }
 

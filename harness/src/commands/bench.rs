@@ -6,9 +6,10 @@ use clap::ValueEnum;
 use shardcheck_formats::Merge;
 
 use crate::bench::oracle::OracleShape;
-use crate::bench::{bounds, oracle, sensitivity};
+use crate::bench::{bounds, oracle, protocol, sensitivity};
 use crate::cli::CommandError;
 use crate::commands::print;
+use crate::engines::{self, EngineArgs};
 use crate::explain::Table;
 use crate::status::Exit;
 
@@ -28,6 +29,8 @@ enum BenchVerb {
     Oracle(OracleArgs),
     /// Run conforming arithmetic of every kind against the bounds: no element may be outside
     Bounds(BoundsArgs),
+    /// Time the process protocol: the same steps on the embedded engine here and behind a socket
+    Protocol(ProtocolArgs),
     /// Inject faults of known size and count which rule sees them, and which rejects clean runs
     Sensitivity(SensitivityArgs),
 }
@@ -126,6 +129,25 @@ struct SensitivityArgs {
     format: Format,
 }
 
+#[derive(Debug, clap::Args)]
+struct ProtocolArgs {
+    /// Runs of which the median counts, at least 5
+    #[arg(long, default_value_t = 5, value_name = "N")]
+    runs: usize,
+
+    /// Sizes of the cache that goes over, in bytes, such as 256e6
+    #[arg(long, value_delimiter = ',', default_value = "1e6,64e6,256e6", value_parser = count, value_name = "BYTES")]
+    sizes: Vec<u64>,
+
+    /// Command of an adapter of the embedded engine; this program's own when not given
+    #[arg(long, value_name = "COMMAND")]
+    adapter: Option<String>,
+
+    /// How tables are written
+    #[arg(long, default_value = "text", value_name = "FORMAT")]
+    format: Format,
+}
+
 /// A count that may be written with an exponent.
 fn count(text: &str) -> Result<u64, String> {
     let number: f64 = text.parse().map_err(|_| format!("{text:?} is no number"))?;
@@ -144,6 +166,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
         BenchVerb::Oracle(args) => time_oracle(args),
         BenchVerb::Bounds(args) => measure_bounds(args),
+        BenchVerb::Protocol(args) => time_protocol(args),
         BenchVerb::Sensitivity(args) => measure_sensitivity(args),
     }
 }
@@ -179,6 +202,24 @@ fn measure_bounds(args: &BoundsArgs) -> Result<Exit, CommandError> {
         print(format!("\n{}", args.format.write(&table)))?;
     }
     Ok(if report.whole().violations() == 0 { Exit::Passed } else { Exit::Failed })
+}
+
+fn time_protocol(args: &ProtocolArgs) -> Result<Exit, CommandError> {
+    if args.runs < 5 {
+        return Err(CommandError::Usage("--runs takes at least 5: a median of fewer says little".to_owned()));
+    }
+    let command = match &args.adapter {
+        Some(command) => command.clone(),
+        None => format!("{} adapter", std::env::current_exe().map_err(CommandError::internal)?.display()),
+    };
+    let engine = EngineArgs { engine: Some(format!("exec:{command}")), start_timeout_s: 60.0 };
+    let behind = engines::open(&engine, None, 60.0)?;
+    let sizes_bytes = args.sizes.iter().map(|size| *size as usize).collect();
+    let options = protocol::Options { runs: args.runs, sizes_bytes };
+    let lines =
+        protocol::measure(&shardcheck_cpu::engine(), &*behind, &options).map_err(CommandError::internal)?;
+    print(args.format.write(&protocol::table(&lines)))?;
+    Ok(Exit::Passed)
 }
 
 fn measure_sensitivity(args: &SensitivityArgs) -> Result<Exit, CommandError> {

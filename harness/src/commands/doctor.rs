@@ -9,6 +9,7 @@ use crate::commands::print;
 use crate::commands::run::machine;
 use crate::engines::{self, EngineArgs};
 use crate::finding::Finding;
+use crate::measure::{Reading, measure};
 use crate::run::judge_case;
 use crate::status::Exit;
 
@@ -38,6 +39,18 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         );
         print(format!("{:<16} {contract}\n", kind.name()))?;
     }
+    for (what, entries) in [
+        ("devices", &profile.devices),
+        ("the adapter's own steps", &profile.own_steps),
+        ("replaced surroundings", &profile.replaced),
+    ] {
+        if !entries.is_empty() {
+            print(format!("{what}:\n  {}\n", entries.join("\n  ")))?;
+        }
+    }
+    for (file, hash) in &profile.files {
+        print(format!("file {file} sha256 {hash}\n"))?;
+    }
     print("\nfamily           tried  passed  other                           ms a case\n")?;
     let mut failed = false;
     for (family, cases) in by_family() {
@@ -58,6 +71,17 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         let per_case = 1e3 * elapsed_s / cases.len().max(1) as f64;
         let (count, others) = (cases.len(), others.join(", "));
         print(format!("{family:<16} {count:>5}  {passed:>6}  {others:<30} {per_case:>10.2}\n"))?;
+    }
+    print("\ncontract, tried on crafted steps\n")?;
+    for reading in measure(&*engine) {
+        let verdict = match reading.agrees {
+            Some(true) => "agrees",
+            Some(false) => "DIFFERS",
+            None => "–",
+        };
+        failed |= reading.agrees == Some(false);
+        let Reading { what, declared, seen, .. } = reading;
+        print(format!("{what:<32} {verdict:<8} declared {declared}; seen {seen}\n"))?;
     }
     Ok(if failed { Exit::Failed } else { Exit::Passed })
 }

@@ -1,5 +1,6 @@
 //! `mutants matrix` and `mutants run --boundary`: what became of every fault, and what is wrong with that.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -11,6 +12,7 @@ use crate::boundary::{BoundaryFault, boundary_fault, boundary_faults, try_bounda
 use crate::cli::CommandError;
 use crate::matrix::{KillState, MATRIX_SCHEMA_VERSION, Matrix, lines, markdown, matrix};
 use crate::nearest::nearest;
+use crate::progress::Progress;
 use crate::status::Exit;
 
 /// Options of `mutants matrix`.
@@ -48,7 +50,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     for name in &args.suites {
         let cases = suite(*name, args.seed);
         baseline(&cases, &healthy)?;
-        matrices.push(matrix(name.name(), args.seed, &chosen, &cases, args.faults.is_empty()));
+        let progress = Progress::new(chosen.len(), "faults");
+        let whole = args.faults.is_empty();
+        matrices.push(matrix((name.name(), args.seed), &chosen, &cases, whole, &|_| progress.step()));
     }
     finish(&matrices, args.format, args.output.as_deref())
 }
@@ -75,13 +79,16 @@ pub fn boundary(
     format: Format,
     output: Option<&Path>,
 ) -> Result<Exit, CommandError> {
+    let progress = Progress::new(chosen.len(), "faults");
+    let rows = try_boundary(chosen, engine, cases, &|_| progress.step());
+    drop(progress);
     let matrix = Matrix {
         schema_version: MATRIX_SCHEMA_VERSION,
         suite: suite.to_owned(),
         seed,
         engine: engine.profile().engine.clone(),
         cases: cases.len(),
-        rows: try_boundary(chosen, engine, cases, &|_| {}),
+        rows,
         idle_properties: Vec::new(),
     };
     finish(&[matrix], format, output)
@@ -89,6 +96,11 @@ pub fn boundary(
 
 fn find_boundary_fault(name: &str) -> Result<&'static BoundaryFault, CommandError> {
     boundary_fault(name).ok_or_else(|| {
+        if shardcheck_cpu::fault(name).is_some() {
+            return CommandError::Usage(format!(
+                "{name} is a fault in the embedded engine, not at a boundary: `shardcheck mutants run --fault {name}` tries it"
+            ));
+        }
         let hint = nearest(name, boundary_faults().map(|fault| fault.name));
         let hint = hint.map_or_else(String::new, |name| format!("; did you mean {name:?}?"));
         CommandError::Usage(format!(
@@ -120,7 +132,16 @@ fn finish(matrices: &[Matrix], format: Format, output: Option<&Path>) -> Result<
             }
         }
     }
-    let killed = matrices.iter().flat_map(|matrix| &matrix.rows).any(|row| row.state == KillState::Killed);
+    let rows = || matrices.iter().flat_map(|matrix| &matrix.rows);
+    let killed = rows().any(|row| row.state == KillState::Killed);
+    if wrong == 0 && !killed {
+        let reasons: BTreeSet<&str> = rows().filter_map(|row| row.reason.as_deref()).collect();
+        let reasons: Vec<&str> = reasons.into_iter().collect();
+        eprintln!(
+            "nothing is shown: no fault could be tried ({}); choose others or another suite",
+            reasons.join("; ")
+        );
+    }
     // where nothing was killed at all, nothing was shown
     Ok(if wrong == 0 && killed { Exit::Passed } else { Exit::MutantsSurvived })
 }

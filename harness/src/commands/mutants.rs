@@ -15,6 +15,7 @@ use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::engines::{self, EngineArgs};
 use crate::mutants::{Mutant, MutantState, toothless, try_all};
+use crate::progress::Progress;
 use crate::properties;
 use crate::run::judge_case;
 use crate::status::Exit;
@@ -180,7 +181,9 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     if !args.no_baseline {
         baseline(&cases, &shardcheck_cpu::engine())?;
     }
-    let mutants = try_all(&chosen, &cases, &|_| {});
+    let progress = Progress::new(chosen.len(), "faults");
+    let mutants = try_all(&chosen, &cases, &|_| progress.step());
+    drop(progress);
     print(&mutants, args.format)?;
     if let Some(path) = &args.output {
         let text = serde_json::to_string_pretty(&document(&mutants)).map_err(CommandError::internal)?;
@@ -189,6 +192,11 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     }
     let killed = mutants.iter().filter(|mutant| mutant.state == MutantState::Killed).count();
     eprintln!("{killed} of {} faults killed by a property that names them", mutants.len());
+    let untried = mutants.iter().filter(|mutant| mutant.state == MutantState::NotApplicable);
+    let untried: Vec<&str> = untried.map(|mutant| mutant.fault.as_str()).collect();
+    if !untried.is_empty() {
+        eprintln!("{}", untried_text(&untried));
+    }
     // with faults or cases left out, a property may lack the fault that it kills through no fault of its own
     let whole = args.faults.is_empty() && selection.is_everything();
     let toothless = if whole { toothless(&cases) } else { Vec::new() };
@@ -199,11 +207,22 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     Ok(if all { Exit::Passed } else { Exit::MutantsSurvived })
 }
 
+/// Why faults that no case was tried on count as not killed, and what to do.
+fn untried_text(faults: &[&str]) -> String {
+    format!(
+        "nothing is shown of {}: no selected case is judged on a property that the fault names; `shardcheck explain FAULT` \
+         lists those, select cases of their families",
+        faults.join(", ")
+    )
+}
+
 /// A fault proves nothing where the healthy engine fails as well.
 pub(super) fn baseline(cases: &[Case], engine: &dyn Engine) -> Result<(), CommandError> {
     use rayon::prelude::*;
+    let progress = Progress::new(cases.len(), "cases without a fault");
     let failed = cases.par_iter().find_map_first(|case| {
         let result = judge_case(case, engine, &|_| true);
+        progress.step();
         result.status.is_failure().then_some(result)
     });
     match failed {

@@ -37,6 +37,11 @@ pub struct ReportArgs {
     #[arg(long, value_enum, default_value = "fail", value_name = "LEVEL")]
     status_level: StatusLevel,
 
+    /// Print the table of the run: checks by family and property area, and why the rest was not judged. Always for
+    /// engines other than the embedded one; results.json holds it for every run
+    #[arg(long)]
+    table: bool,
+
     /// Show no progress
     #[arg(long)]
     no_progress: bool,
@@ -76,8 +81,8 @@ pub(super) fn glossary() -> Glossary {
     Glossary::new(properties::all().map(|property| (property.id, property.statement)))
 }
 
-/// The reports that the options ask for, fed by one stream of events.
-pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporters {
+/// The reports that the options ask for, fed by one stream of events; `table` asks for the table of the run as well.
+pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory, table: bool) -> Reporters {
     let to_stderr = args.message_format == MessageFormat::Json;
     let is_terminal =
         if to_stderr { std::io::stderr().is_terminal() } else { std::io::stdout().is_terminal() };
@@ -90,6 +95,7 @@ pub(super) fn reporters(args: &ReportArgs, directory: &RunDirectory) -> Reporter
         style,
         status_level: args.status_level,
         run_folder: Some(directory.path().to_owned()),
+        table: table || args.table,
         judged_before: 0,
     };
     let mut reporters = Reporters::new();
@@ -174,9 +180,13 @@ pub(super) fn full_text(result: &CaseResult, header: Option<&RunHeader>) -> Stri
             Finding::Broken(failure) => failure.headline.clone(),
             Finding::Engine { text, .. } => text.clone(),
         };
-        let status = check.finding.status();
+        let status = check.status();
         let status = if status == Status::Pass { "holds" } else { status.name() };
         text += &format!("  {:<28} {status}: {what}\n", check.property);
+        if let Some(expected) = &check.expected {
+            let (entry, reason) = (&expected.entry, &expected.reason);
+            text += &format!("  {:<28} {entry}: {reason} ({})\n", "", expected.reference);
+        }
     }
     text
 }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use shardcheck_cases::{Case, SuiteName};
 
+use crate::claims::Claims;
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::commands::reporting::{Feed, ReportArgs, reporters};
@@ -62,6 +63,14 @@ pub struct Args {
     #[arg(long, default_value = "runs", value_name = "DIR")]
     runs: PathBuf,
 
+    /// Hold failures against this claims file (docs/claims.md); the one that the program has for the engine when not given
+    #[arg(long, value_name = "FILE", conflicts_with = "no_claims")]
+    claims: Option<PathBuf>,
+
+    /// Hold failures against no claims: every one fails the run
+    #[arg(long)]
+    no_claims: bool,
+
     #[command(flatten)]
     report: ReportArgs,
 }
@@ -85,7 +94,12 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         None => std::thread::available_parallelism().map_or(2, usize::from),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
-    let header = header(args, &selection, cases.len(), profile)?;
+    let claims = if args.no_claims {
+        None
+    } else {
+        Claims::of(engine.profile(), args.claims.as_deref()).map_err(CommandError::usage)?
+    };
+    let header = header(args, &selection, cases.len(), profile, claims.clone())?;
     let (mut directory, before) = folder(args, &header)?;
     if let Some(log) = &engine.log {
         log.keep_in(&directory.path().join("engine.log")).map_err(CommandError::internal)?;
@@ -95,7 +109,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     if is_whole_gate(args, &selection) && !args.no_self_test {
         super::self_test::conclude(&crate::self_test::run_all())?;
     }
-    let mutant_cases = if wants_mutants(args, &selection) { cases } else { Vec::new() };
+    let mutant_cases = if wants_mutants(args, &selection) { cases.as_slice() } else { &[] };
     let plan = Plan {
         cases: &remaining,
         selection: &selection,
@@ -103,10 +117,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         jobs,
         fail_fast: args.fail_fast,
         diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
-        mutant_cases: &mutant_cases,
+        mutant_cases,
+        claims: claims.as_ref().map(|claims| (claims, cases.as_slice())),
         before: before.map(|record| record.cases).unwrap_or_default(),
     };
-    let mut feed = Feed::new(reporters(&args.report, &directory));
+    let mut feed = Feed::new(reporters(&args.report, &directory, !args.engine.is_embedded()));
     let outcome =
         execute(&plan, &mut directory, &mut |event| feed.event(event)).map_err(CommandError::internal)?;
     match feed.finish() {
@@ -151,6 +166,7 @@ fn header(
     selection: &Selection,
     selected: usize,
     profile: serde_json::Value,
+    claims: Option<Claims>,
 ) -> Result<RunHeader, CommandError> {
     Ok(RunHeader {
         schema_version: RESULTS_SCHEMA_VERSION,
@@ -162,6 +178,7 @@ fn header(
         fault: args.fault.clone(),
         profile,
         selection: serde_json::to_value(selection).map_err(CommandError::internal)?,
+        claims,
         selected,
         machine: machine(),
     })

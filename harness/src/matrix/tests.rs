@@ -21,7 +21,7 @@ fn renamed(killed_by: &'static [&'static str], apply: Option<fn(&mut Policies)>)
 }
 
 fn of(fault: &'static Fault, cases: &[Case]) -> Matrix {
-    matrix("engine-smoke", 1, &[fault], cases, false)
+    matrix(("engine-smoke", 1), &[fault], cases, false, &|_| {})
 }
 
 #[test]
@@ -37,6 +37,17 @@ fn every_property_that_a_fault_names_has_a_cell_with_a_witness_or_none() {
         assert!(cell.tried > 0 || cell.state == KillState::NotApplicable, "{cell:?}");
     }
     assert!(row.cells.iter().filter(|cell| cell.state == KillState::Killed).count() >= 3, "{row:?}");
+}
+
+#[test]
+fn every_fault_is_told_once_as_it_is_tried() {
+    let chosen = ["committed-prefix-rows", "written-by-every-rank"].map(|name| fault(name).unwrap());
+    let told = std::sync::Mutex::new(Vec::new());
+    let done = |row: &Row| told.lock().unwrap().push(row.clone());
+    let matrix = matrix(("engine-smoke", 1), &chosen, &smoke(), false, &done);
+    let mut told = told.into_inner().unwrap();
+    told.sort_by_key(|row| chosen.iter().position(|fault| fault.name == row.fault));
+    assert_eq!(told, matrix.rows);
 }
 
 #[test]
@@ -83,10 +94,10 @@ fn a_property_without_a_killing_fault_is_named_where_no_fault_was_left_out() {
     let mut writes = smoke();
     writes.retain(|case| case.family == Family::Write);
     let chosen = [fault("written-by-every-rank").unwrap()];
-    let idle = matrix("writes", 1, &chosen, &writes, true).idle_properties;
+    let idle = matrix(("writes", 1), &chosen, &writes, true, &|_| {}).idle_properties;
     assert!(idle.contains(&"write.overflow".to_owned()) && !idle.contains(&"write.single-writer".to_owned()));
     assert!(!idle.iter().any(|property| property.starts_with("verify.")), "no case is judged on those");
-    assert!(matrix("writes", 1, &chosen, &writes, false).idle_properties.is_empty());
+    assert!(matrix(("writes", 1), &chosen, &writes, false, &|_| {}).idle_properties.is_empty());
 }
 
 #[test]

@@ -24,12 +24,20 @@ pub struct GithubReporter<W> {
     header: Option<RunHeader>,
     causes: BTreeMap<(String, String), Cause>,
     unkilled: Vec<String>,
+    claims: Vec<(String, String)>,
 }
 
 impl<W: Write> GithubReporter<W> {
     /// Writes to `out`, which must be what the runner of GitHub Actions reads: standard output or standard error.
     pub fn new(out: W, glossary: Glossary) -> Self {
-        Self { out, glossary, header: None, causes: BTreeMap::new(), unkilled: Vec::new() }
+        Self {
+            out,
+            glossary,
+            header: None,
+            causes: BTreeMap::new(),
+            unkilled: Vec::new(),
+            claims: Vec::new(),
+        }
     }
 
     /// Whether the program runs under GitHub Actions: `GITHUB_ACTIONS` is `true`.
@@ -64,6 +72,7 @@ impl<W: Write> GithubReporter<W> {
                 annotation(&format!("{property}: {stage}"), &format!("{block}{others}"))
             })
             .collect();
+        lines.extend(self.claims.iter().map(|(title, text)| annotation(title, text)));
         lines.extend(self.unkilled.iter().map(|line| annotation("fault not killed", line)));
         if lines.len() > MOST_ANNOTATIONS {
             let left_out = lines.len() - (MOST_ANNOTATIONS - 1);
@@ -84,6 +93,10 @@ impl<W: Write> Reporter for GithubReporter<W> {
                 if state != KILLED && state != "not_applicable" =>
             {
                 self.unkilled.push(format!("{fault}: {state}, {tried} cases tried"));
+            }
+            Event::ClaimJudged(verdict) if verdict.status.is_failure() => {
+                let title = format!("claims: {} {}", verdict.status, verdict.entry);
+                self.claims.push((title, format!("{}\n{}", verdict.text, verdict.cases.join("\n"))));
             }
             Event::RunFinished { .. } => {
                 let text: String = self.annotations().concat();
@@ -127,7 +140,8 @@ mod tests {
     #[test]
     fn cases_of_one_cause_get_one_annotation() {
         let lines = annotations(&sample::events(&sample::header()));
-        assert_eq!(lines.len(), 3, "{lines:?}");
+        assert_eq!(lines.len(), 4, "{lines:?}");
+        assert!(lines.iter().any(|line| line.contains("claims%3A unexpected_pass nan-leaks")), "{lines:?}");
         let merge = lines.iter().find(|line| line.contains("merge")).unwrap();
         assert!(merge.starts_with("::error title=attention.bound%3A merge::fail verify/tiny-mla"), "{merge}");
         assert!(merge.ends_with("%0A1 other cases fail of the same"), "{merge}");

@@ -6,6 +6,7 @@ use std::time::Duration;
 use quick_junit::{NonSuccessKind, Property, Report, TestCase, TestCaseStatus, TestSuite};
 use shardcheck_cases::Case;
 
+use crate::claims::EntryVerdict;
 use crate::event::{CaseResult, Event};
 use crate::record::{KILLED, MutantRecord, RunRecord};
 use crate::report::block::Block;
@@ -13,10 +14,13 @@ use crate::report::{Glossary, ReportError, Reporter};
 use crate::run_directory::write_atomically;
 use crate::select::Axis;
 use crate::status::Status;
-use crate::summary::{family_of, undecided_reason};
+use crate::summary::{expected_reasons, family_of, undecided_reason};
 
 /// Name of the suite that holds the faults that were tried.
 pub const FAULTS_SUITE: &str = "faults";
+
+/// Name of the suite that holds the entries of the claims.
+pub const CLAIMS_SUITE: &str = "claims";
 
 /// Writes a JUnit file when the run ends.
 pub struct JunitReporter {
@@ -71,6 +75,11 @@ pub fn render(record: &RunRecord, glossary: &Glossary) -> Result<String, String>
         faults.add_test_cases(record.mutants.iter().map(fault_entry));
         report.add_test_suite(faults);
     }
+    if !record.claims.is_empty() {
+        let mut claims = TestSuite::new(CLAIMS_SUITE);
+        claims.add_test_cases(record.claims.iter().map(claim_entry));
+        report.add_test_suite(claims);
+    }
     if let Some(finished) = record.finished {
         report.set_time(duration(finished.elapsed_s));
     }
@@ -81,8 +90,11 @@ fn case_entry(result: &CaseResult, record: &RunRecord, glossary: &Glossary) -> T
     let mut entry = TestCase::new(result.id.as_str(), case_status(result, record, glossary));
     entry.set_classname(family_of(&result.id));
     entry.set_time(duration(result.elapsed_s));
-    entry.set_assertions(result.checks.iter().filter(|check| check.finding.status().is_judged()).count());
+    entry.set_assertions(result.checks.iter().filter(|check| check.status().is_judged()).count());
     entry.add_property(Property::new("status", result.status.name()));
+    for reason in expected_reasons(result) {
+        entry.add_property(Property::new("expected", reason));
+    }
     entry.add_property(Property::new("engine", record.header.engine.as_str()));
     let parsed = record.failed.get(&result.id).cloned().or_else(|| result.id.parse::<Case>().ok());
     match parsed {
@@ -139,6 +151,26 @@ fn fault_entry(mutant: &MutantRecord) -> TestCase {
         if let Some(value) = value {
             entry.add_property(Property::new(name, value.as_str()));
         }
+    }
+    entry
+}
+
+fn claim_entry(verdict: &EntryVerdict) -> TestCase {
+    let mut status = match verdict.status {
+        Status::Pass | Status::ExpectedFail => TestCaseStatus::success(),
+        status if status.is_failure() => TestCaseStatus::non_success(NonSuccessKind::Failure),
+        _ => TestCaseStatus::skipped(),
+    };
+    if !matches!(verdict.status, Status::Pass | Status::ExpectedFail) {
+        status.set_type(verdict.status.name());
+        status.set_message(verdict.text.as_str());
+    }
+    let mut entry = TestCase::new(verdict.entry.as_str(), status);
+    entry.set_classname(CLAIMS_SUITE);
+    entry.add_property(Property::new("status", verdict.status.name()));
+    entry.add_property(Property::new("kind", verdict.kind.name()));
+    if !verdict.reference.is_empty() {
+        entry.add_property(Property::new("reference", verdict.reference.as_str()));
     }
     entry
 }
@@ -250,7 +282,7 @@ mod tests {
         assert!(!path.exists());
         reporter.event(last).unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        assert_eq!(Report::deserialize_from_str(&text).unwrap().tests, 10);
+        assert_eq!(Report::deserialize_from_str(&text).unwrap().tests, 11);
     }
 
     #[test]

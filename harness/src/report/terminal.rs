@@ -10,12 +10,14 @@ use std::time::Instant;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
+use crate::claims::{EntryKind, EntryVerdict};
 use crate::event::{CaseResult, Event, RunHeader};
 use crate::record::KILLED;
 use crate::report::block::{Block, printable, root_cause, short};
 use crate::report::{Glossary, ReportError, Reporter};
 use crate::status::{Exit, Status};
-use crate::summary::{Summary, ratio, undecided_reason};
+use crate::summary::{Summary, expected_reasons, ratio, undecided_reason};
+use crate::tally::{Columns, table_of};
 
 use pace::Pace;
 pub use style::{Progress, StatusLevel, Style};
@@ -36,6 +38,8 @@ pub struct TerminalOptions {
     pub status_level: StatusLevel,
     /// Folder of the run, told at the end.
     pub run_folder: Option<PathBuf>,
+    /// Whether the table of the run is printed at its end.
+    pub table: bool,
     /// Cases of a resumed run that had a verdict before.
     pub judged_before: usize,
 }
@@ -55,6 +59,9 @@ pub struct TerminalReporter<W> {
     failed_count: usize,
     unkilled: Vec<String>,
     diagnosis: Vec<String>,
+    /// Verdicts of the run, kept only where its table is printed.
+    results: Vec<CaseResult>,
+    claims: Vec<EntryVerdict>,
 }
 
 impl<W: Write> TerminalReporter<W> {
@@ -74,6 +81,8 @@ impl<W: Write> TerminalReporter<W> {
             failed_count: 0,
             unkilled: Vec::new(),
             diagnosis: Vec::new(),
+            results: Vec::new(),
+            claims: Vec::new(),
         }
     }
 
@@ -104,6 +113,9 @@ impl<W: Write> TerminalReporter<W> {
 
     fn judged(&mut self, result: &CaseResult) -> Result<(), ReportError> {
         self.summary.add(result);
+        if self.options.table {
+            self.results.push(result.clone());
+        }
         let text = self.case_text(result);
         if !text.is_empty() {
             self.print(&text)?;
@@ -151,13 +163,16 @@ impl<W: Write> TerminalReporter<W> {
         if !self.options.status_level.shows(result.status) {
             return String::new();
         }
-        let reason =
-            undecided_reason(result).map_or(String::new(), |reason| format!(": {}", printable(&reason)));
+        let reasons: Vec<_> = expected_reasons(result).into_iter().chain(undecided_reason(result)).collect();
+        let reason = match reasons.is_empty() {
+            true => String::new(),
+            false => format!(": {}", printable(&reasons.join("; "))),
+        };
         let mut text = format!("{} {}{reason}\n", self.status_word(result.status), printable(&result.id));
         if self.options.status_level == StatusLevel::All {
             for check in &result.checks {
                 let ratio = ratio(check).map_or(String::new(), |r| format!(", {} of the bound", short(r)));
-                text += &format!("{:>14}  {}{ratio}\n", check.finding.status().name(), check.property);
+                text += &format!("{:>14}  {}{ratio}\n", check.status().name(), check.property);
             }
         }
         text
@@ -220,6 +235,7 @@ impl<W: Write> TerminalReporter<W> {
         text += &self.families_text();
         text += &self.reasons_text();
         text += &self.failures_text();
+        text += &self.claims_text();
         if let Some(folder) = &self.options.run_folder {
             text += &format!("  run folder  {}\n", folder.display());
         }
@@ -272,6 +288,23 @@ impl<W: Write> TerminalReporter<W> {
         text
     }
 
+    /// The table of the run where it is asked for, and what the claims came to.
+    fn claims_text(&self) -> String {
+        let mut text = String::new();
+        if self.options.table && !self.results.is_empty() {
+            text += &Columns(&table_of(&self.results)).to_string();
+        }
+        for verdict in self.claims.iter().filter(|verdict| verdict.status != Status::Pass) {
+            let word = self.status_word(verdict.status);
+            text += &format!("  claims      {word}: {}\n", printable(&verdict.text));
+            for id in &verdict.cases {
+                let without = if verdict.kind == EntryKind::Finding { "passes" } else { "not judged" };
+                text += &format!("              {without}: {}\n", printable(id));
+            }
+        }
+        text
+    }
+
     fn print(&mut self, text: &str) -> Result<(), ReportError> {
         let out = &mut self.out;
         let mut write = || out.write_all(text.as_bytes()).and_then(|()| out.flush());
@@ -291,6 +324,10 @@ impl<W: Write> Reporter for TerminalReporter<W> {
             Event::CaseFailed { .. } => Ok(()),
             Event::Diagnosed(diagnosis) => {
                 self.diagnosis = diagnosis.lines();
+                Ok(())
+            }
+            Event::ClaimJudged(verdict) => {
+                self.claims.push(verdict.clone());
                 Ok(())
             }
             Event::MutantTried { fault, state, property, tried, .. } => {

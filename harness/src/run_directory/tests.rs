@@ -283,7 +283,7 @@ fn a_figure_that_json_cannot_hold_is_refused_instead_of_read_back_as_null() {
     let result = CaseResult {
         id: "decode/a".into(),
         status: Status::Pass,
-        checks: vec![Check { property: "p".into(), finding }],
+        checks: vec![Check::new("p", finding)],
         elapsed_s: 0.0,
         coverage: Coverage::default(),
         reason: None,

@@ -110,7 +110,7 @@ fn an_unknown_name_gets_the_known_ones() {
         (&["doctor", "--engine", "gpu"], ["unknown engine \"gpu\"", "cpu"]),
         (
             &["run", "--suite", "gat"],
-            ["unknown suite \"gat\"", "gate, nightly, engine-smoke, seeds, mustpass"],
+            ["unknown suite \"gat\"", "gate, nightly, engine-smoke, engine-device, seeds, mustpass"],
         ),
         (
             &["replay", ID, "--property", "verify.outptu"],

@@ -52,6 +52,19 @@ fn every_topic_is_explained_and_listed() {
 }
 
 #[test]
+fn the_exit_code_for_nothing_to_do_names_every_command_that_needs_a_failure() {
+    let program = Program::new();
+    let text = program.expect(0, &["explain", "exit-codes"]).out;
+    let line = text.lines().find(|line| line.contains("NothingSelected")).unwrap();
+    program.expect(0, &["run", "--suite", "engine-smoke", "layout/"]);
+    let case = program.ids(&["--suite", "engine-smoke", "layout/"]).remove(0);
+    for (verb, what) in [("replay", "latest"), ("diagnose", "latest"), ("shrink", case.as_str())] {
+        let ended = program.run(&[verb, what]);
+        assert!(ended.code == Some(4) && line.contains(verb), "{verb}: {:?}\n{line}", ended.code);
+    }
+}
+
+#[test]
 fn a_case_is_explained_by_its_properties_and_its_json() {
     let program = Program::new();
     let case = &suite(SuiteName::EngineSmoke, 1)[0];

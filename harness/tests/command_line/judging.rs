@@ -209,4 +209,7 @@ fn a_fault_that_no_selected_case_can_show_was_not_killed() {
         .expect(7, &["mutants", "run", "--suite", "engine-smoke", "--fault", FAULT, "-E", "family(write)"]);
     assert!(outcome.out.contains("not_applicable"), "{}", outcome.out);
     assert!(outcome.err.contains("0 of 1 faults killed"), "{}", outcome.err);
+    let why =
+        format!("nothing is shown of {FAULT}: no selected case is judged on a property that the fault names");
+    assert!(outcome.err.contains(&why), "the exit code is explained: {}", outcome.err);
 }

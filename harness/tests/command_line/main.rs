@@ -1,8 +1,10 @@
 //! The program as a user meets it: what it prints, what it leaves behind, and its exit codes.
 
 mod bad_input;
+mod claims;
 mod diagnosing;
 mod explaining;
+mod files;
 mod judging;
 mod killing;
 mod matrices;

@@ -50,9 +50,26 @@ fn a_fault_at_the_boundary_that_is_misspelt_is_a_usage_error_with_a_hint() {
 }
 
 #[test]
+fn a_fault_that_is_asked_for_in_the_wrong_place_is_sent_to_its_own() {
+    let program = Program::new();
+    for verb in [&["run"][..], &["mutants", "run"], &["mutants", "matrix"], &["mutants", "diagnose"]] {
+        let outcome = program.expect(2, &[verb, &["--fault", "output-all-zero"]].concat());
+        assert!(outcome.err.contains("mutants run --boundary --fault output-all-zero"), "{}", outcome.err);
+    }
+    let outcome = program.expect(2, &["mutants", "run", "--boundary", "--fault", "written-by-every-rank"]);
+    assert!(outcome.err.contains("mutants run --fault written-by-every-rank"), "{}", outcome.err);
+}
+
+#[test]
 fn where_nothing_can_be_tampered_with_nothing_is_shown() {
     let program = Program::new();
     let run = ["mutants", "run", "--boundary", "--suite", "engine-smoke", "--fault", "slot-mapping-shifted"];
     let outcome = program.expect(7, &run);
     assert!(outcome.out.contains("not-applicable 1"), "{}", outcome.out);
+    let why = "nothing is shown: no fault could be tried (";
+    assert!(
+        outcome.err.contains(why) && outcome.err.contains("slots"),
+        "the exit code is explained: {}",
+        outcome.err
+    );
 }

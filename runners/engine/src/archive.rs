@@ -3,6 +3,8 @@
 //! safetensors knows no strides, so a strided view is stored flat, as bytes, and its dtype, shape and strides are kept beside the image.
 
 use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::Path;
 
 use safetensors::{Dtype as StoredDtype, SafeTensors, tensor::TensorView};
@@ -10,6 +12,9 @@ use serde::{Deserialize, Serialize};
 use shardcheck_formats::Dtype;
 
 use crate::{Tensor, Tensors};
+
+/// Longest header of an image that is read, as safetensors has it.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// What an image does not say about a strided view.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -73,12 +78,37 @@ pub fn unpack(image: &[u8], strided: &StridedViews) -> Result<Tensors, ArchiveEr
     for (name, view) in stored.iter() {
         tensors.insert(name, tensor_of(&view, strided.get(name)).map_err(|reason| named(name, &reason))?);
     }
-    match strided.keys().find(|name| tensors.find(name).is_none()) {
-        Some(name) => {
-            Err(ArchiveError::of(format!("there is no tensor {name:?}, which is said to be strided")))
-        }
-        None => Ok(tensors),
+    complete(tensors, strided)
+}
+
+/// As [`unpack`], from a file of which each tensor is read once, into its place.
+///
+/// # Errors
+/// As [`unpack`], and when the file can't be read.
+pub fn unpack_file(file: &File, strided: &StridedViews) -> Result<Tensors, ArchiveError> {
+    let length = file.metadata().map_err(ArchiveError::of)?.len();
+    let mut word = [0u8; 8];
+    file.read_exact_at(&mut word, 0).map_err(ArchiveError::of)?;
+    let header = u64::from_le_bytes(word);
+    if header > length.saturating_sub(8).min(MAX_HEADER_BYTES) {
+        return Err(ArchiveError::of(format!("a header of {header} bytes in a file of {length}")));
     }
+    let mut image = vec![0u8; 8 + header as usize];
+    file.read_exact_at(&mut image, 0).map_err(ArchiveError::of)?;
+    let (_, metadata) = SafeTensors::read_metadata(&image).map_err(ArchiveError::of)?;
+    let mut tensors = Tensors::new();
+    for (name, info) in metadata.tensors() {
+        let (start, end) = info.data_offsets;
+        let reaches = (end as u64).checked_add(image.len() as u64).is_some_and(|end| end <= length);
+        if start > end || !reaches {
+            return Err(named(&name, "it reaches beyond the end of the file"));
+        }
+        let mut bytes = vec![0u8; end - start];
+        file.read_exact_at(&mut bytes, (image.len() + start) as u64).map_err(ArchiveError::of)?;
+        let tensor = placed(info.dtype, &info.shape, bytes, strided.get(&name));
+        tensors.insert(&name, tensor.map_err(|reason| named(&name, &reason))?);
+    }
+    complete(tensors, strided)
 }
 
 /// One stored tensor.
@@ -86,14 +116,31 @@ pub fn unpack(image: &[u8], strided: &StridedViews) -> Result<Tensors, ArchiveEr
 /// # Errors
 /// Why it can't be read.
 pub fn tensor_of(view: &TensorView<'_>, strided: Option<&StridedView>) -> Result<Tensor, String> {
-    let bytes = view.data().to_vec();
+    placed(view.dtype(), view.shape(), view.data().to_vec(), strided)
+}
+
+fn placed(
+    dtype: StoredDtype,
+    shape: &[usize],
+    bytes: Vec<u8>,
+    strided: Option<&StridedView>,
+) -> Result<Tensor, String> {
     match strided {
         Some(StridedView { dtype, shape, strides }) => {
             Tensor::view(*dtype, shape.clone(), strides.clone(), bytes)
         }
-        None => Tensor::new(dtype_of(view.dtype())?, view.shape().to_vec(), bytes),
+        None => Tensor::new(dtype_of(dtype)?, shape.to_vec(), bytes),
     }
     .map_err(|error| error.to_string())
+}
+
+fn complete(tensors: Tensors, strided: &StridedViews) -> Result<Tensors, ArchiveError> {
+    match strided.keys().find(|name| tensors.find(name).is_none()) {
+        Some(name) => {
+            Err(ArchiveError::of(format!("there is no tensor {name:?}, which is said to be strided")))
+        }
+        None => Ok(tensors),
+    }
 }
 
 /// What an image would not say about `tensor`: `None` where its bytes are the elements in row-major order and nothing else.
@@ -182,7 +229,21 @@ mod tests {
         let tensors = Tensors::new().with("view", strided()).with("empty", Tensor::from_i32(&[0, 4], &[]));
         let path = folder.path().join("tensors");
         let views = pack_into(&path, tensors.iter()).unwrap();
-        assert_eq!(unpack(&std::fs::read(path).unwrap(), &views).unwrap(), tensors);
+        assert_eq!(unpack(&std::fs::read(&path).unwrap(), &views).unwrap(), tensors);
+        assert_eq!(unpack_file(&File::open(path).unwrap(), &views).unwrap(), tensors);
+    }
+
+    #[test]
+    fn a_file_that_is_cut_is_refused_at_every_length() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tensors");
+        let tensors = Tensors::new().with("t", Tensor::from_i32(&[3], &[1, 2, 3]));
+        let views = pack_into(&path, tensors.iter()).unwrap();
+        let whole = std::fs::read(&path).unwrap();
+        for length in 0..whole.len() {
+            std::fs::write(&path, &whole[..length]).unwrap();
+            assert!(unpack_file(&File::open(&path).unwrap(), &views).is_err(), "{length} bytes");
+        }
     }
 
     #[test]

@@ -219,10 +219,10 @@ pub fn tensors(frame: &Frame, attached: &Attached, folder: &Path) -> Result<Tens
     if !about.is_file() || about.len() > MAX_FILE_BYTES {
         return Err(unfit("it is no file, or a larger one than is read".to_owned()));
     }
-    let image = std::fs::read(&path);
-    // gone or not, it is not needed any more
+    let file = std::fs::File::open(&path).map_err(|error| unfit(error.to_string()))?;
+    // whoever has it open still reads it
     let _ = std::fs::remove_file(&path);
-    Ok(archive::unpack(&image.map_err(|error| unfit(error.to_string()))?, &attached.strided)?)
+    Ok(archive::unpack_file(&file, &attached.strided)?)
 }
 
 /// Puts tensors where the reader of a message finds them: the payload of the frame, and the rest of the header.

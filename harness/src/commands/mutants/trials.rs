@@ -13,6 +13,7 @@ use crate::commands::CaseArgs;
 use crate::commands::diagnose::budget;
 use crate::diagnose::{Disguise, Trial, blind};
 use crate::mutants::try_one;
+use crate::progress::Progress;
 use crate::shrink::{Keep, Size, known_case, shrink as shrink_case};
 use crate::status::Exit;
 
@@ -49,8 +50,14 @@ pub struct ShrinkArgs {
 pub(super) fn diagnose(args: &DiagnoseArgs) -> Result<Exit, CommandError> {
     let (cases, _) = args.cases.selected()?;
     let faults = chosen(&args.faults)?;
-    let mut trials: Vec<Trial> =
-        faults.par_iter().with_max_len(1).map(|fault| blind(fault, &cases, args.disguise)).collect();
+    let progress = Progress::new(faults.len(), "faults");
+    let trial = |fault: &&'static Fault| {
+        let trial = blind(fault, &cases, args.disguise);
+        progress.step();
+        trial
+    };
+    let mut trials: Vec<Trial> = faults.par_iter().with_max_len(1).map(trial).collect();
+    drop(progress);
     trials.sort_by_key(|trial| std::cmp::Reverse(trial.place.unwrap_or(usize::MAX)));
     let mut out = std::io::stdout().lock();
     for trial in &trials {
@@ -90,7 +97,14 @@ pub(super) fn shrink(args: &ShrinkArgs) -> Result<Exit, CommandError> {
     let (cases, _) = args.cases.selected()?;
     let budget = budget(args.budget_s)?;
     let faults: Vec<_> = chosen(&args.faults)?.into_iter().filter(|fault| !fault.bugs.is_empty()).collect();
-    let rows: Vec<Row> = faults.par_iter().with_max_len(1).map(|fault| row(fault, &cases, budget)).collect();
+    let progress = Progress::new(faults.len(), "faults");
+    let shrunk = |fault: &&'static Fault| {
+        let row = row(fault, &cases, budget);
+        progress.step();
+        row
+    };
+    let rows: Vec<Row> = faults.par_iter().with_max_len(1).map(shrunk).collect();
+    drop(progress);
     let mut out = std::io::stdout().lock();
     for row in &rows {
         if writeln!(out, "{}", row.line()).is_err() {

@@ -7,14 +7,17 @@ use shardcheck_cases::Family;
 
 use super::case_anchor;
 use super::histogram::Histogram;
+use crate::claims::EntryVerdict;
 use crate::event::{CaseResult, RunHeader};
 use crate::finding::Finding;
 use crate::record::{MutantRecord, RunRecord};
 use crate::report::Glossary;
 use crate::report::block::{Block, short};
+use crate::run_directory::claims_in_words;
 use crate::select::Selection;
 use crate::status::{Exit, Status};
-use crate::summary::{Summary, family_of, ratio, undecided_reason};
+use crate::summary::{Summary, expected_reasons, family_of, ratio, undecided_reason};
+use crate::tally::{TableRow, table_of};
 
 /// Cases listed as slowest.
 const SLOWEST: usize = 10;
@@ -34,6 +37,8 @@ pub struct Page {
     failures: Vec<FailureEntry>,
     cases: Vec<CaseRow>,
     mutants: Vec<MutantRow>,
+    claims: Vec<EntryVerdict>,
+    table: Vec<TableRow>,
     slowest: Vec<CaseRow>,
 }
 
@@ -63,6 +68,8 @@ struct Cell {
     /// Checks by verdict.
     held: usize,
     failed: usize,
+    /// Failed as the claims say they must.
+    expected: usize,
     undecided: usize,
     /// Verdict that the cell is coloured by.
     class: &'static str,
@@ -143,6 +150,8 @@ impl Page {
                 .collect(),
             cases: record.cases.iter().map(case_row).collect(),
             mutants: record.mutants.iter().map(mutant_row).collect(),
+            claims: record.claims.clone(),
+            table: table_of(&record.cases),
             slowest: slowest.into_iter().take(SLOWEST).map(case_row).collect(),
         }
     }
@@ -186,6 +195,7 @@ fn environment(header: &RunHeader, record: &RunRecord) -> Vec<(String, String)> 
         ("shardcheck", header.tool_version.clone()),
         ("machine", header.machine.clone()),
         ("selection", Selection::in_words(&header.selection)),
+        ("claims", claims_in_words(header)),
         ("selected", format!("{} cases", header.selected)),
         ("format", format!("schema version {}", header.schema_version)),
     ];
@@ -200,8 +210,9 @@ fn grid(record: &RunRecord, families: &[String], glossary: &Glossary) -> Vec<Gri
     for result in &record.cases {
         for check in &result.checks {
             let cell = cells.entry((&check.property, family_of(&result.id))).or_default();
-            let status = check.finding.status();
+            let status = check.status();
             match status {
+                Status::ExpectedFail => cell.expected += 1,
                 _ if status.is_failure() => cell.failed += 1,
                 _ if status.is_judged() => cell.held += 1,
                 _ => cell.undecided += 1,
@@ -214,6 +225,7 @@ fn grid(record: &RunRecord, families: &[String], glossary: &Glossary) -> Vec<Gri
     for cell in cells.values_mut() {
         cell.class = match cell {
             Cell { failed: 1.., .. } => "fail",
+            Cell { held: 0, expected: 1.., .. } => "expected",
             Cell { held: 0, .. } => "undecided",
             _ => "pass",
         };
@@ -260,7 +272,11 @@ fn case_row(result: &CaseResult) -> CaseRow {
         status: result.status.name(),
         ratio: worst.map_or(String::new(), short),
         milliseconds: format!("{:.1}", result.elapsed_s * 1e3),
-        reason: undecided_reason(result).unwrap_or_default(),
+        reason: expected_reasons(result)
+            .into_iter()
+            .chain(undecided_reason(result))
+            .collect::<Vec<_>>()
+            .join("; "),
         failed: result.status.is_failure(),
     }
 }
