@@ -130,6 +130,25 @@ class NumpySession(shardcheck.Session):
         out = scaled(weights[0], prefix_out.numpy()) + scaled(weights[1], suffix_out.numpy())
         return Reply({"out": Tensor.from_f32(prefix_out.dtype, out[None]), "lse": lse[None]}, {}, [0])
 
+    def merge_segments(self, segment_max, segment_sum, segment_acc, row_lens, tile_tokens) -> Reply:
+        """Merges what a split kernel left of its segments: base-2 maxima and sums, accumulators not yet
+        divided.
+        """
+        segments = len(segment_max.codes)
+        # a segment takes whole tiles, as few as cover the row with all segments
+        tiles = np.maximum(-(-row_lens.codes // (segments * tile_tokens)), 1)
+        active = (np.arange(segments)[:, None] < -(-row_lens.codes // (tiles * tile_tokens)))[..., None]
+        maxima = np.where(active, segment_max.numpy(), F32(-np.inf))
+        most = maxima.max(axis=0, initial=-np.inf).astype(F32)
+        base = np.where(np.isfinite(most), most, F32(0))
+        weights = np.exp2((maxima - base).astype(np.float64)).astype(F32)
+        total = (weights * np.where(active, segment_sum.numpy(), F32(0))).sum(axis=0)
+        share = weights / np.where(total > 0, total, F32(1))
+        out = scaled(share, segment_acc.numpy()).sum(axis=0, dtype=F32)
+        with np.errstate(divide="ignore"):
+            lse = ((base + np.log2(total.astype(np.float64))) * np.log(2.0)).astype(F32)
+        return Reply({"out": out[None], "lse": lse[None]}, {}, [0])
+
     def pack_lse(self, lse) -> Reply:
         """Splits the bits of LSEs into two lanes and joins them again."""
         order = self.configuration.lane_order
@@ -304,6 +323,7 @@ class NumpyDcp(shardcheck.Engine):
             "context": gathers,
             "merge_partials": merges,
             "merge_states": merges,
+            "merge_segments": Operation(contract=replace(merge_contract, output="f32"), conventions=packs),
             "pack_lse": Operation(conventions=packs),
         }
 

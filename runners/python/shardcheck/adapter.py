@@ -13,12 +13,12 @@ from typing import Any
 
 from shardcheck import __version__
 from shardcheck.control import Leader, Stuck, control_path, follow
-from shardcheck.desk import Answer, Desk
+from shardcheck.desk import Answer, Desk, failure
 from shardcheck.engine import Engine, Unsupported
 from shardcheck.loading import LoadError, check_methods, load_engine, profile_of, session_type_of
 from shardcheck.profile import Profile
 from shardcheck.progress import process_count, process_rank
-from shardcheck.wire import Connection, Message, ProtocolError, connect
+from shardcheck.wire import Connection, Message, NoRoom, ProtocolError, connect
 
 PROTOCOL = 1
 EXIT_FAILED = 1
@@ -208,7 +208,11 @@ def serve(connection: Connection, profile: Profile, desk: Desk, token: str, lead
 
 def _reply(connection: Connection, message: Message, desk: Desk, leader: Leader | None) -> None:
     def send(answer: Answer) -> None:
-        connection.send({"type": "reply", "id": message.header["id"], **answer.fields}, answer.tensors)
+        header = {"type": "reply", "id": message.header["id"]}
+        try:
+            connection.send({**header, **answer.fields}, answer.tensors)
+        except NoRoom as error:
+            connection.send({**header, **failure(error).fields})
 
     if leader is None or message.header["type"] == "validate":
         send(desk.answer(message))

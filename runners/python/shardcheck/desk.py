@@ -62,7 +62,7 @@ class Desk:
             return unsupported(str(reason))
         except (Exception, SystemExit) as error:
             self.end(message.header.get("session"))
-            return _failure(error)
+            return failure(error)
 
     def end(self, session: Any) -> None:
         """Ends a session after an error; a session that isn't open is left alone."""
@@ -213,7 +213,7 @@ def _required(message: Message, key: str) -> Any:
     return message.header[key]
 
 
-def _failure(error: BaseException) -> Answer:
+def failure(error: BaseException) -> Answer:
     """The reply to an exception: what it says, then the last lines of its traceback."""
     lines = traceback.format_exception(error)
     sys.stderr.write("".join(lines))

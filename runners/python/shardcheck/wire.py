@@ -24,9 +24,9 @@ from shardcheck.tensor import Tensor
 MAGIC = b"SCK1"
 MIN_HEADER_BYTES = 2
 MAX_HEADER_BYTES = 16 << 20
-MAX_PAYLOAD_BYTES = 64 << 30
+MAX_PAYLOAD_BYTES = 64 << 20
 INLINE_BYTES = 1 << 20
-"""Payloads of at most this size go through the socket, larger ones through a file."""
+"""Payloads of at most this size go through the socket; larger ones through a file, if there can be one."""
 
 _HEAD = struct.Struct("<4sIQ")
 _COMPARED_BYTES = 64 << 20
@@ -35,6 +35,10 @@ _LARGEST_ELEMENT_BYTES = 8
 
 class ProtocolError(Exception):
     """The peer broke a rule of the protocol: the connection can't go on."""
+
+
+class NoRoom(Exception):
+    """Outputs that are too large for a frame and could not be written into a file."""
 
 
 @dataclass
@@ -139,14 +143,22 @@ class Connection:
         self.send_image(header, size, pieces)
 
     def send_image(self, header: Mapping[str, Any], size: int, pieces: list[Any]) -> None:
-        """Sends a message whose payload is `pieces`, `size` bytes in all."""
+        """Sends a message whose payload is `pieces`, `size` bytes in all; `NoRoom` when it has no way."""
+        if size > INLINE_BYTES and self._folder is not None:
+            try:
+                name = self._write_file(self._folder, pieces)
+            except OSError as error:
+                # what fits into a frame goes without a file as well
+                if size > MAX_PAYLOAD_BYTES:
+                    raise NoRoom(
+                        f"{size} bytes can't be written into {self._folder}: {error.strerror}"
+                    ) from None
+            else:
+                self._send_frame({**header, "file": name}, 0, [])
+                return
         if size > MAX_PAYLOAD_BYTES:
-            raise ProtocolError(f"outputs of {size} bytes: a payload has at most {MAX_PAYLOAD_BYTES}")
-        name = self._write_file(pieces) if size > INLINE_BYTES and self._folder is not None else None
-        if name is None:
-            self._send_frame(header, size, pieces)
-        else:
-            self._send_frame({**header, "file": name}, 0, [])
+            raise NoRoom(f"{size} bytes are too large for a frame, and there is no SHARDCHECK_FOLDER")
+        self._send_frame(header, size, pieces)
 
     def _send_frame(self, header: Mapping[str, Any], payload_bytes: int, pieces: list[Any]) -> None:
         text = json.dumps(header, separators=(",", ":"), allow_nan=False).encode("utf-8")
@@ -156,11 +168,10 @@ class Connection:
         for piece in pieces:
             self._socket.sendall(piece)
 
-    def _write_file(self, pieces: list[Any]) -> str | None:
-        """Name of a new file that holds the pieces, or None when the folder has no room for them."""
-        assert self._folder is not None
+    def _write_file(self, folder: Path, pieces: list[Any]) -> str:
+        """Name of a new file that holds the pieces; nothing is left of it when that fails."""
         name = f"adapter-{os.getpid()}-{next(self._serial)}.safetensors"
-        path = self._folder / name
+        path = folder / name
         try:
             # written, not mapped: a full folder is an error here and would be a bus error there
             with open(path, "xb", buffering=0) as file:
@@ -170,7 +181,7 @@ class Connection:
                         rest = rest[file.write(rest) :]
         except OSError:
             path.unlink(missing_ok=True)
-            return None
+            raise
         return name
 
     def _map(self, header: dict[str, Any]) -> Message:

@@ -102,7 +102,7 @@ class BadFrames(unittest.TestCase):
             b"HTTP" + bytes(12): "starts with",
             b"SCK1" + struct.pack("<IQ", 1, 0) + b"{": "header of 1 bytes",
             b"SCK1" + struct.pack("<IQ", 17 << 20, 0): "header of 17825792 bytes",
-            b"SCK1" + struct.pack("<IQ", len(text), (64 << 30) + 1) + text: "payload of",
+            b"SCK1" + struct.pack("<IQ", len(text), (64 << 20) + 1) + text: "payload of",
             b"SCK1" + struct.pack("<IQ", 3, 0) + b"[1]": "no JSON object",
             b"SCK1" + struct.pack("<IQ", 3, 0) + b"{1}": "no JSON",
             b"SCK1" + struct.pack("<IQ", len(text), 0) + text: "`open` without `session`",
@@ -230,6 +230,16 @@ class Questions(unittest.TestCase):
         )
         self.assertNotIn("file", reply)
         self.assertEqual(outputs["twice"].shape, (2 << 20,))
+
+    def test_outputs_that_have_no_way_to_go_are_an_error_of_their_step(self):
+        self.harness.open()
+        os.rename(self.harness.folder, f"{self.harness.folder}-gone")
+        reply, outputs = self.harness.step(
+            "load_cache", {"key_cache": Tensor("u8", np.ones(33 << 20, np.uint8))}
+        )
+        self.assertEqual((reply["status"], reply["class"], outputs), ("error", "crash", {}))
+        self.assertIn("can't be written", reply["text"])
+        self.assertEqual(self.harness.open(session=2)["status"], "ok")
 
     def test_inputs_that_the_engine_changed_come_back(self):
         self.harness.open()
