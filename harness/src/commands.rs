@@ -1,6 +1,7 @@
 //! The verbs, one file each.
 
 pub mod bench;
+pub mod check;
 pub mod diagnose;
 pub mod diff;
 pub mod doctor;

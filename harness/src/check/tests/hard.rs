@@ -1,0 +1,147 @@
+//! Calls at the edges: nothing to see, poison, scales, size.
+
+use super::*;
+
+#[test]
+fn a_request_without_tokens_gives_zeros_and_minus_infinity_or_what_it_likes() {
+    let scene = Scene::latent(3, 1, &[(9, 1), (0, 2), (4, 1)]);
+    let inputs = scene.inputs();
+    let answer = scene.answer(&inputs, &Slip::none());
+    assert_eq!(scene.judged(&inputs, &answer).status, Status::Pass);
+    let mut undefined = answer.clone();
+    undefined.out[4 * 24 + 3] = f32::NAN;
+    undefined.lse[4] = f32::INFINITY;
+    let report = scene.judged(&inputs, &undefined);
+    assert_eq!((report.status, report.failures.len()), (Status::Fail, 2), "{report}");
+    let place = &report.failures[0].worst.as_ref().unwrap().place;
+    assert_eq!(place, "token 1 (request 1, row 0, before the first position), head 0, dim 3");
+    let mut lenient = scene.clone();
+    lenient.header.empty_rows = EmptyRows::Undefined;
+    assert_eq!(lenient.judged(&inputs, &undefined).status, Status::Pass);
+}
+
+#[test]
+fn a_row_before_the_first_token_of_a_short_request_is_empty() {
+    let scene = Scene::latent(2, 1, &[(2, 4)]);
+    let report = scene.report(&Slip::none());
+    assert_eq!(report.status, Status::Pass, "{report}");
+}
+
+#[test]
+fn nan_never_passes_wherever_it_stands() {
+    let scene = Scene::latent(2, 1, &RAGGED);
+    let inputs = scene.inputs();
+    let right = scene.answer(&inputs, &Slip::none());
+    for index in [0, 17, right.out.len() - 1] {
+        let mut answer = right.clone();
+        answer.out[index] = f32::NAN;
+        let report = scene.judged(&inputs, &answer);
+        assert_eq!((report.status, report.failures[0].out_of_bound), (Status::Fail, 1), "{report}");
+    }
+}
+
+#[test]
+fn nan_that_a_row_sees_is_undecided_with_its_slot_and_does_not_excuse_the_others() {
+    let scene = Scene::latent(2, 1, &[(9, 2), (12, 1)]);
+    let mut inputs = scene.inputs();
+    // position 8 is the last token of request 0, which row 1 alone sees: rank 0, row 4 of the first block
+    let table = inputs.tensors.get("block_table").unwrap().to_i64();
+    let start = ((table[0] as usize * 8 + 4) * 32) * 2;
+    let right = scene.answer(&inputs, &Slip::none());
+    let cache = inputs.tensors.get_mut("kv_cache").unwrap();
+    cache.bytes_mut()[start..start + 2].copy_from_slice(&0x7FC0u16.to_le_bytes());
+    let report = scene.judged(&inputs, &right);
+    assert_eq!(report.status, Status::Inconclusive, "{report}");
+    assert_eq!(report.inconclusive.len(), 1);
+    let text = report.to_string();
+    assert!(text.contains("row 1, position 8") && text.contains("for position 8 (rank 0, block"), "{text}");
+    let mut wrong = right.clone();
+    wrong.out[2 * 4 * 24] += 1.0;
+    let report = scene.judged(&inputs, &wrong);
+    assert_eq!(report.status, Status::Fail, "{report}");
+}
+
+#[test]
+fn a_row_that_reads_the_poison_behind_its_end_is_told_so() {
+    let scene = Scene::latent(2, 1, &[(9, 1), (12, 1)]);
+    let inputs = scene.inputs();
+    let mut answer = scene.answer(&inputs, &Slip::none());
+    answer.out[..4 * 24].fill(f32::NAN);
+    answer.lse[..4].fill(f32::NAN);
+    let report = scene.judged(&inputs, &answer);
+    assert_eq!(names(&report).first(), Some(&Hypothesis::OneTokenTooMany.name()), "{report}");
+}
+
+#[test]
+fn padding_rows_are_not_judged() {
+    let scene = Scene::latent(1, 1, &[(9, 1), (12, 1)]);
+    let inputs = scene.inputs();
+    let answer = scene.answer(&inputs, &Slip::none());
+    let mut query = inputs.tensors.get("q").unwrap().to_f32();
+    query.extend(vec![f32::NAN; 4 * 32]);
+    let mut out = answer.out.clone();
+    out.extend(vec![f32::NAN; 4 * 24]);
+    let tensors = inputs
+        .tensors
+        .clone()
+        .with("q", Tensor::from_f32(Dtype::Bf16, &[3, 4, 32], &query))
+        .with("out", Tensor::from_f32(Dtype::Bf16, &[3, 4, 24], &out));
+    let report = check(&pack(&scene.header, &tensors).unwrap()).unwrap();
+    assert_eq!((report.status, report.compared), (Status::Pass, 2 * 4 * 24), "{report}");
+}
+
+#[test]
+fn caches_of_eight_bits_with_scales_pass_in_every_format() {
+    for cache in [Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2] {
+        let mut scene = Scene { cache, ..Scene::latent(3, 2, &RAGGED) };
+        (scene.header.k_scale, scene.header.v_scale) = (0.37, 0.37);
+        let report = scene.report(&Slip::none());
+        assert_eq!(report.status, Status::Pass, "{cache}: {report}");
+    }
+}
+
+#[test]
+fn an_f32_contract_is_stricter_than_a_bf16_one() {
+    let mut scene = Scene::latent(1, 1, &RAGGED);
+    scene.header.contract = ContractChoice::Named("f32".to_owned());
+    let report = scene.report(&Slip::none());
+    assert_eq!(report.status, Status::Fail, "weights in bf16 are no f32 arithmetic: {report}");
+}
+
+/// One row of 16 heads over 100,000 tokens, dealt to eight ranks, with the widths of DeepSeek's latent.
+#[test]
+fn a_long_context_of_wide_latents_is_judged_and_a_lost_share_is_named() {
+    let tokens = 100_000;
+    let mut scene = Scene::latent(8, 1, &[(tokens, 1)]);
+    scene.header.kv_lora_rank = Some(512);
+    scene.header.softmax_scale = Some(0.1352);
+    (scene.heads, scene.qk_dim, scene.v_dim, scene.block) = (16, 576, 512, 64);
+    let inputs = scene.inputs();
+    let query = inputs.tensors.get("q").unwrap().to_f32();
+    let cache = inputs.tensors.get("kv_cache").unwrap().to_f32();
+    assert!(query.iter().all(|q| q.is_finite()) && cache.len() > tokens * 576);
+    // the oracle itself, through its streaming form, stands for the engine: the definition would take a minute
+    let report = |without: Option<usize>| {
+        let answer = long_answer(&scene, &inputs, without);
+        scene.judged(&inputs, &answer)
+    };
+    assert_eq!(report(None).status, Status::Pass);
+    let report = report(Some(5));
+    assert_eq!(names(&report).first(), Some(&Hypothesis::RankMissing.name()), "{report}");
+    assert_eq!(report.diagnosis.unwrap().explanations[0].which.as_deref(), Some("rank 5"));
+}
+
+fn long_answer(scene: &Scene, inputs: &scene::Inputs, without: Option<usize>) -> scene::Answer {
+    use shardcheck_references::attention::plain::{Problem, Values};
+    use shardcheck_references::attention::streaming::attend;
+    use shardcheck_references::visibility::Visible;
+    let tokens = scene.requests[0].0;
+    let kept: Vec<usize> = (0..tokens).filter(|position| Some(position % 8) != without).collect();
+    let key = scene.keys_of(inputs, &kept);
+    let query = inputs.tensors.get("q").unwrap().to_f32();
+    let scale = scene.header.softmax_scale.unwrap();
+    let problem = Problem::new(scene.heads, 1, 576, 512, scale, &query, &key, Values::KeyPrefix);
+    let attention = attend(&problem, &[Visible::Prefix(kept.len())]);
+    let narrow = |values: &[f64]| values.iter().map(|value| *value as f32).collect();
+    scene::Answer { out: narrow(&attention.out), lse: narrow(&attention.lse) }
+}
