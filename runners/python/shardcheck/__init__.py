@@ -1,0 +1,40 @@
+"""Adapter SDK of shardcheck: put any attention engine behind the harness's process protocol
+(docs/adapters.md).
+"""
+
+from shardcheck.configuration import Attention, Configuration
+from shardcheck.engine import (
+    DeviceLost,
+    Engine,
+    EngineError,
+    InputError,
+    Reply,
+    Session,
+    TimedOut,
+    Unsupported,
+)
+from shardcheck.profile import Contract, Conventions, Operation, PerTile, Profile
+from shardcheck.tensor import Tensor, unwritten
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "Configuration",
+    "Contract",
+    "Conventions",
+    "DeviceLost",
+    "Engine",
+    "EngineError",
+    "InputError",
+    "Operation",
+    "PerTile",
+    "Profile",
+    "Reply",
+    "Session",
+    "Tensor",
+    "TimedOut",
+    "Unsupported",
+    "unwritten",
+    "__version__",
+]

@@ -1,0 +1,102 @@
+"""Triton on a machine without a GPU: its interpreter, what kernels lack in it, and where it rounds unlike any device."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from shardcheck import Unsupported
+from shardcheck.dtypes import decode, encode
+
+# Triton's names of 8-bit floats, and ours.
+_NARROW = {"float8e4nv": "e4m3fn", "float8e4b8": "e4m3fnuz", "float8e5": "e5m2"}
+
+# What a kernel can't be launched with, and what the interpreter can't do: never a failure of the engine, never a pass.
+_LIMITS = {
+    "arange's range must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
+    "Shape element 0 must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
+}
+
+
+def prepare(device: str) -> Any:
+    """Imports Triton for `device` (`cpu` or `cuda`) and returns the module. Must come before anything else imports it."""
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
+    import triton
+
+    if device == "cpu":
+        _complete_interpreted_functions()
+        _convert_as_devices_do()
+    return triton
+
+
+SHIMS = (
+    "Triton's interpreter: kernels get the attribute `constexprs` that compiled ones have",
+    "Triton's interpreter: f32 is rounded to bf16 to nearest even, as devices do; it truncates by itself",
+    "Triton's interpreter: 8-bit floats that are NaN are read as NaN; it reads them as numbers by itself",
+)
+"""What `prepare` changes on a CPU, for a profile."""
+
+
+def _complete_interpreted_functions() -> None:
+    """Launchers read `constexprs` of a kernel, the indices of its compile-time parameters, which only compiled ones have."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    if not hasattr(InterpretedFunction, "constexprs"):
+        InterpretedFunction.constexprs = property(_constexprs)
+
+
+def _constexprs(function: Any) -> list[int]:
+    annotations = getattr(function.fn, "__annotations__", {})
+    return [index for index, name in enumerate(function.arg_names) if "constexpr" in str(annotations.get(name, ""))]
+
+
+def _convert_as_devices_do() -> None:
+    """The interpreter casts f32 to bf16 by cutting bits off, every device by rounding; NaN of an 8-bit float is a number to it."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    original = InterpreterBuilder.cast_impl
+    original_convert = InterpreterBuilder.create_fp_to_fp
+    narrow = {getattr(tl, theirs): ours for theirs, ours in _NARROW.items() if hasattr(tl, theirs)}
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        if source.dtype.scalar == tl.float32 and target.scalar == tl.bfloat16:
+            return TensorHandle(encode("bf16", source.data), tl.bfloat16)
+        return original(self, source, target)
+
+    def convert(self: Any, source: Any, target: Any, rounding: Any) -> Any:
+        name = narrow.get(source.dtype.scalar)
+        if name is not None and target.scalar == tl.float32:
+            return TensorHandle(decode(name, source.data.view("uint8")), tl.float32)
+        return original_convert(self, source, target, rounding)
+
+    InterpreterBuilder.cast_impl = cast
+    InterpreterBuilder.create_fp_to_fp = convert
+
+
+@contextlib.contextmanager
+def limits() -> Iterator[None]:
+    """Turns what a kernel or the interpreter refuses by its nature into `Unsupported`, with the message that it gives."""
+    try:
+        yield
+    except Exception as error:
+        text = _chain(error)
+        for sign, meaning in _LIMITS.items():
+            if sign in text:
+                raise Unsupported(f"{meaning}: {_last_line(text)}") from error
+        raise
+
+
+def _chain(error: BaseException | None) -> str:
+    parts = []
+    while error is not None:
+        parts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__ or error.__context__
+    return "\n".join(parts)
+
+
+def _last_line(text: str) -> str:
+    return next(line for line in reversed(text.splitlines()) if line.strip())[:300]

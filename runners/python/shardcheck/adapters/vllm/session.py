@@ -1,0 +1,149 @@
+"""A session: the caches of all ranks, and a method for each operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
+from shardcheck.adapters.vllm.attention import Attention, Batch
+from shardcheck.adapters.vllm.cache import Caches
+from shardcheck.adapters.vllm.context import Context
+from shardcheck.adapters.vllm.layout import Layout, flat_positions
+from shardcheck.adapters.vllm.merging import RankMerge, merge_segments, merge_two, pack
+from shardcheck.adapters.vllm.release import Release
+
+
+class VllmSession(Session):
+    """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
+
+    def __init__(self, release: Release, configuration: Configuration, executor: Any, merge_variant: str) -> None:
+        super().__init__(configuration)
+        self.release = release
+        self.executor = executor
+        self.merge_variant = merge_variant
+        self.caches = Caches(configuration)
+        self.layouts = Layout(release, configuration)
+        self.contexts = Context(configuration, self.caches, executor)
+        self.attention = Attention(release, configuration, self.caches, executor)
+
+    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
+        """Local lengths, row lengths and slots of every rank."""
+        lens, starts, table = (np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table))
+        requests, positions = flat_positions(lens)
+        members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
+        with self.release.watching():
+            outputs = {"slots": np.stack([self.layouts.slots(table, requests, positions, member) for member in members])}
+            if self.release.has_local_lens:
+                outputs["local_lens"] = torch.stack([self.layouts.local_lens(lens, member) for member in members])
+            if self.release.verify_row_lens is not None:
+                rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
+                outputs["row_lens"] = torch.stack(rows)
+        return Reply(outputs, {"slots": "BlockTable.compute_slot_mapping"}, [0] * len(members))
+
+    def write_kv(
+        self, key: Tensor, positions: Tensor, requests: Tensor, block_table: Tensor, value: Tensor | None = None, **_: Any
+    ) -> Reply:
+        """Scatters tokens into the caches by the engine's slots."""
+        table = np.ascontiguousarray(block_table.numpy())
+        given = np.ascontiguousarray(requests.numpy()).astype(np.int64), np.ascontiguousarray(positions.numpy())
+        slots = []
+        for rank in range(self.configuration.tp):
+            with self.release.watching():
+                slots.append(self.layouts.slots(table, *given, rank % self.configuration.dcp))
+            self.caches.write(rank, slots[-1], key, value)
+        return Reply({"slots": np.stack(slots)}, collectives=[0] * len(slots))
+
+    def read_cache(self, **_: Any) -> Reply:
+        """The caches as they are."""
+        return Reply(self.caches.tensors(), collectives=[0] * self.configuration.tp)
+
+    def load_cache(self, key_cache: Tensor, value_cache: Tensor | None = None, **_: Any) -> Reply:
+        """Replaces the caches by the given ones."""
+        self.caches.load("key_cache", key_cache)
+        if value_cache is not None:
+            self.caches.load("value_cache", value_cache)
+        return Reply(collectives=[0] * self.configuration.tp)
+
+    def decode(self, **tensors: Tensor) -> Reply:
+        """One row a request."""
+        return self._attend("decode", **tensors)
+
+    def verify(self, **tensors: Tensor) -> Reply:
+        """Several causal rows a request."""
+        return self._attend("verify", **tensors)
+
+    def draft(self, **tensors: Tensor) -> Reply:
+        """Several rows a request that see all its tokens."""
+        return self._attend("draft", **tensors)
+
+    def context(
+        self,
+        chunk_budget_tokens: int,
+        query: Tensor,
+        key: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        **_: Any,
+    ) -> Reply:
+        """New tokens over a cached context that is gathered in chunks."""
+        with self.release.watching():
+            return self.contexts.step(chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table)
+
+    def merge_partials(self, partial_out: Tensor, partial_lse: Tensor, **_: Any) -> Reply:
+        """Merges given partials over the ranks of one group."""
+        c, device = self.configuration, self.release.device
+        outs, lses = partial_out.torch(device), partial_lse.torch(device)
+        jobs = [RankMerge(c.comm_backend, outs[member], lses[member]) for member in range(c.dcp)]
+        with self.release.watching():
+            results, collectives = self.executor.run(jobs, c.dcp)
+        out, lse = (torch.stack(part) for part in zip(*results))
+        effective = {"comm_backend": c.comm_backend} if c.dcp > 1 else {}
+        if c.comm_backend == "a2a" and c.dcp > 1:
+            effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
+        return Reply({"out": out, "lse": lse.float()}, effective, collectives)
+
+    def merge_states(self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, **_: Any) -> Reply:
+        """Merges two given states."""
+        device = self.release.device
+        prefix, suffix = ((o.torch(device), s.torch(device)) for o, s in ((prefix_out, prefix_lse), (suffix_out, suffix_lse)))
+        with self.release.watching():
+            out, lse, how = merge_two(self.release, self.merge_variant, prefix, suffix)
+        return Reply({"out": out[None], "lse": lse[None]}, {"merge": self.merge_variant, "view": how}, [0])
+
+    def merge_segments(
+        self, tile_tokens: int, segment_max: Tensor, segment_sum: Tensor, segment_acc: Tensor, row_lens: Tensor, **_: Any
+    ) -> Reply:
+        """Merges the given segments of a split kernel."""
+        device = self.release.device
+        given = [tensor.torch(device) for tensor in (segment_acc, segment_max, segment_sum, row_lens)]
+        with self.release.watching():
+            out, lse = merge_segments(self.release, tile_tokens, *given)
+        return Reply({"out": out[None], "lse": lse[None]}, collectives=[0])
+
+    def pack_lse(self, lse: Tensor, **_: Any) -> Reply:
+        """The lanes of given LSEs."""
+        if self.configuration.lane_order != "lo_hi":
+            raise Unsupported("the exchange packs the low half first")
+        with self.release.watching():
+            lanes = pack(self.release, lse.torch(self.release.device))
+        return Reply({"lanes": lanes.view(torch.int16).cpu().numpy().view(np.uint16)[None]}, {"lane_order": "lo_hi"}, [0])
+
+    def _attend(
+        self,
+        route: str,
+        query: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        w_uv: Tensor | None = None,
+        **_: Any,
+    ) -> Reply:
+        if not self.release.has_local_lens:
+            raise Unsupported("this release has no local lengths to be found")
+        batch = Batch.of(query, seq_lens, query_start_loc, block_table, self.release.device)
+        with self.release.watching():
+            return self.attention.step(route, batch, w_uv)

@@ -1,0 +1,286 @@
+"""The examples, against attention written down once more in f64 over all tokens of a request at once."""
+
+import itertools
+import sys
+import unittest
+
+import numpy as np
+
+from shardcheck import Configuration, Tensor
+from shardcheck.layout import Layout
+from tests.peer import CONFIGURATION, ROOT, Harness
+from tests.skips import torch_or_skip
+
+ATTENTIONS = {
+    "mla": {"kind": "mla", "kv_lora_rank": 8, "qk_rope_head_dim": 4, "v_head_dim": 6},
+    "gqa": {"kind": "gqa", "kv_heads": 2, "head_dim": 8, "v_head_dim": 6},
+}
+
+
+class Scene:
+    """A batch of requests with shuffled blocks: what the harness would send, and what must come out."""
+
+    def __init__(self, seed: int, lens: list[int], new: list[int], **changes: object):
+        self.generator = np.random.default_rng(seed)
+        self.json = {
+            **CONFIGURATION,
+            "attention": ATTENTIONS["mla"],
+            "blocks": 16,
+            "heads_per_rank": 2,
+            **changes,
+        }
+        self.configuration = Configuration.from_json(self.json)
+        self.layout = Layout.of(self.configuration)
+        self.lens, self.new = lens, new
+        self.starts = np.concatenate([[0], np.cumsum(new)]).astype(np.int32)
+        needed = [int(self.layout.blocks_needed(n)) for n in lens]
+        blocks = list(self.generator.permutation(self.configuration.blocks))
+        self.table = np.full((len(lens), max(needed) + 1), 1 << 30, np.int32)
+        for request, count in enumerate(needed):
+            self.table[request, :count] = [blocks.pop() for _ in range(count)]
+        c = self.configuration
+        self.keys = [self.drawn(n, c.kv_heads, c.qk_dim) for n in lens]
+        self.own_values = (
+            None if c.attention.is_mla else [self.drawn(n, c.kv_heads, c.value_dim) for n in lens]
+        )
+        self.query = self.drawn(int(self.starts[-1]), c.total_heads, c.qk_dim)
+
+    def drawn(self, *shape: int) -> Tensor:
+        """Random bf16 values."""
+        return Tensor.from_f32("bf16", self.generator.normal(size=shape))
+
+    def write(self, counts: list[int]) -> dict[str, Tensor]:
+        """Inputs of a write of the first `counts` tokens of each request, with one row of padding."""
+        join = lambda parts: np.concatenate([part.codes[:n] for part, n in zip(parts, counts)])
+        pad = lambda codes: Tensor("bf16", np.concatenate([codes, codes[:1]]))
+        inputs = {
+            "key": pad(join(self.keys)),
+            "positions": Tensor("i64", np.concatenate([*map(np.arange, counts), [0]]).astype(np.int64)),
+            "requests": Tensor(
+                "i32", np.concatenate([np.repeat(np.arange(len(counts)), counts), [-1]]).astype(np.int32)
+            ),
+            "block_table": Tensor("i32", self.table),
+        }
+        if self.own_values is not None:
+            inputs["value"] = pad(join(self.own_values))
+        return inputs
+
+    def attend(self) -> dict[str, Tensor]:
+        """Inputs of an attention step, with one row of padding."""
+        padded = np.concatenate([self.query.codes, self.query.codes[:1]])
+        return {
+            "query": Tensor("bf16", padded),
+            "seq_lens": Tensor("i32", np.array(self.lens, np.int32)),
+            "query_start_loc": Tensor("i32", self.starts),
+            "block_table": Tensor("i32", self.table),
+        }
+
+    def held(self, tensor: Tensor) -> np.ndarray:
+        """f64 values of tokens as the cache holds them."""
+        c = self.configuration
+        stored = Tensor.from_f32(c.kv_dtype, tensor.numpy() / np.float32(c.kv_scale), "saturate")
+        return (stored.numpy() * np.float32(c.kv_scale)).astype(np.float64)
+
+    def expected(self, causal: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Output `[T, Hall, Dv]` and LSE `[T, Hall]` in f64."""
+        c, query = self.configuration, self.query.numpy().astype(np.float64)
+        out, lse = np.zeros((*query.shape[:2], c.value_dim)), np.full(query.shape[:2], -np.inf)
+        share = c.gathered_heads // c.kv_heads
+        for request, length in enumerate(self.lens):
+            keys = self.held(self.keys[request])
+            values = (
+                keys[..., : c.value_dim] if self.own_values is None else self.held(self.own_values[request])
+            )
+            for row, head in itertools.product(
+                range(self.starts[request], self.starts[request + 1]), range(c.total_heads)
+            ):
+                seen = length - (self.starts[request + 1] - row) + 1 if causal else length
+                kv_head = head % c.gathered_heads // share
+                scores = keys[:seen, kv_head] @ query[row, head] * c.softmax_scale
+                if seen > 0:
+                    weights = np.exp(scores - scores.max())
+                    out[row, head] = weights @ values[:seen, kv_head] / weights.sum()
+                    lse[row, head] = scores.max() + np.log(weights.sum())
+        return out, lse
+
+    def of_all_heads(self, tensor: Tensor) -> np.ndarray:
+        """`[ranks, T, H, …]` as `[T, Hall, …]`, padding dropped."""
+        values = np.moveaxis(tensor.numpy(), 0, 1)[: self.starts[-1]]
+        return values.reshape(values.shape[0], -1, *values.shape[3:]).astype(np.float64)
+
+
+def scenes() -> list[Scene]:
+    """Worlds, layouts, formats and exchanges that differ in every way."""
+    lens, new = [37, 1, 0, 12], [3, 1, 0, 2]
+    return [
+        Scene(1, lens, new, tp=1, dcp=1),
+        Scene(2, lens, new, tp=4, dcp=2, comm_backend="ag_rs"),
+        Scene(3, lens, new, tp=3, dcp=3, interleave=2, attention=ATTENTIONS["gqa"]),
+        Scene(
+            4,
+            lens,
+            new,
+            tp=4,
+            dcp=4,
+            interleave=4,
+            kv_dtype="e4m3fn",
+            kv_scale=0.0625,
+            query_replication=True,
+        ),
+        Scene(5, lens, new, tp=6, dcp=3, kv_dtype="e5m2", attention=ATTENTIONS["gqa"], comm_backend="ag_rs"),
+    ]
+
+
+class PlainTorch(unittest.TestCase):
+    def test_attention_is_that_of_all_tokens_at_once(self):
+        torch_or_skip(self)
+        for attention in ATTENTIONS.values():
+            scene = Scene(8, [37, 1, 0, 12], [3, 1, 0, 2], tp=1, dcp=1, heads_per_rank=4, attention=attention)
+            with Harness(["examples/plain_torch.py:Plain"]) as harness:
+                harness.start()
+                self.assertEqual(harness.open(**scene.json)["status"], "ok")
+                _, written = harness.step("write_kv", scene.write(scene.lens))
+                reply, outputs = harness.step("verify", scene.attend())
+                self.assertEqual(reply["status"], "ok", reply)
+            out, lse = scene.expected(causal=True)
+            np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, rtol=2**-8, atol=3e-6)
+            np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+            self.assertEqual(written["slots"].codes[0, -1], -1)
+
+    def test_what_it_does_not_do_is_unsupported(self):
+        torch_or_skip(self)
+        with Harness(["examples/plain_torch.py:Plain"]) as harness:
+            harness.start()
+            self.assertEqual(harness.open()["status"], "unsupported")
+            self.assertEqual(harness.open(tp=1, dcp=1, kv_dtype="e4m3fn")["status"], "unsupported")
+            scene = Scene(9, [3], [1], tp=1, dcp=1)
+            harness.open(**scene.json)
+            reply, _ = harness.step("decode", {**scene.attend(), "w_uv": scene.query})
+            self.assertEqual((reply["status"], "w_uv" in reply["reason"]), ("unsupported", True))
+
+    def test_it_is_as_short_as_its_page_says_and_the_page_shows_it_as_it_is(self):
+        source = (ROOT / "examples" / "plain_torch.py").read_text()
+        self.assertLessEqual(len(source.splitlines()), 60)
+        page = (ROOT.parent.parent / "docs" / "adapters.md").read_text()
+        self.assertIn(f"```python\n{source}```\n", page)
+
+
+class NumpyDcp(unittest.TestCase):
+    def test_attention_is_that_of_all_tokens_at_once(self):
+        for scene in scenes():
+            with (
+                self.subTest(scene.json),
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+            ):
+                harness.start()
+                self.assertEqual(harness.open(**scene.json)["status"], "ok")
+                self.assertEqual(harness.step("write_kv", scene.write(scene.lens))[0]["status"], "ok")
+                for kind in ("verify", "draft"):
+                    reply, outputs = harness.step(kind, scene.attend())
+                    self.assertEqual(reply["status"], "ok", reply)
+                    out, lse = scene.expected(causal=kind == "verify")
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, atol=3e-6)
+                    np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+                    self.assertEqual(len(set(reply["collectives"])), 1)
+                    self.assertEqual(reply["effective"]["route"], kind)
+
+    def test_a_context_in_chunks_and_new_tokens_are_one_attention(self):
+        for scene in scenes():
+            # what an 8-bit cache rounds comes unrounded as a new token: only 16-bit caches compare
+            if scene.configuration.kv_dtype != "bf16":
+                continue
+            with (
+                self.subTest(scene.json),
+                Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness,
+            ):
+                harness.start()
+                harness.open(**scene.json)
+                cached = [length - count for length, count in zip(scene.lens, scene.new)]
+                harness.step("write_kv", scene.write(cached))
+                tails = lambda parts: Tensor(
+                    "bf16", np.concatenate([p.codes[n:] for p, n in zip(parts, cached)])
+                )
+                inputs = {
+                    "query": scene.query,
+                    "key": tails(scene.keys),
+                    "context_lens": Tensor("i32", np.array(cached, np.int32)),
+                    "query_start_loc": Tensor("i32", scene.starts),
+                    "block_table": Tensor("i32", scene.table),
+                }
+                if scene.own_values is not None:
+                    inputs["value"] = tails(scene.own_values)
+                reply, outputs = harness.step("context", inputs, chunk_budget_tokens=24)
+                self.assertEqual(reply["status"], "ok", reply)
+                self.assertGreater(int(reply["effective"]["chunks"]), 1)
+                out, lse = scene.expected(causal=True)
+                np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), out, atol=3e-6)
+                np.testing.assert_allclose(scene.of_all_heads(outputs["lse"]), lse, atol=3e-6)
+                sums = outputs["chunk_lens"].codes.sum(axis=1)
+                np.testing.assert_array_equal(sums, np.tile(cached, (scene.configuration.tp, 1)))
+
+    def test_the_projection_is_the_same_before_and_after_the_merge(self):
+        for before in (False, True):
+            scene = Scene(6, [9, 4], [1, 1], tp=2, dcp=2, project_before_merge=before)
+            weights = scene.drawn(scene.configuration.total_heads, 8, 6)
+            with Harness(["examples/numpy_dcp.py:NumpyDcp", "--output", "f32"]) as harness:
+                harness.start()
+                harness.open(**scene.json)
+                harness.step("write_kv", scene.write(scene.lens))
+                reply, outputs = harness.step("decode", {**scene.attend(), "w_uv": weights})
+            self.assertEqual(reply["effective"]["project_before_merge"], str(before).lower())
+            self.assertEqual(outputs["partial_out"].shape[-1], 6 if before else 8)
+            expected = np.einsum("thd,hdv->thv", scene.expected(True)[0], weights.numpy().astype(np.float64))
+            np.testing.assert_allclose(scene.of_all_heads(outputs["out"]), expected, atol=2e-5)
+
+    def test_layout_and_slots_agree_with_the_caches(self):
+        scene = Scene(7, [13, 5], [1, 2], tp=2, dcp=2, interleave=2)
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            harness.open(**scene.json)
+            _, written = harness.step("write_kv", scene.write(scene.lens))
+            batch = {name: tensor for name, tensor in scene.attend().items() if name != "query"}
+            _, layout = harness.step("layout", batch)
+            _, caches = harness.step("read_cache")
+            # the caches of another session come in by load_cache
+            harness.open(session=2, **scene.json)
+            harness.step("load_cache", {"key_cache": caches["key_cache"]}, session=2)
+            _, again = harness.step("read_cache", session=2)
+        np.testing.assert_array_equal(written["slots"].codes[:, :-1], layout["slots"].codes)
+        np.testing.assert_array_equal(written["slots"].codes[:, -1], -1)
+        np.testing.assert_array_equal(again["key_cache"].codes, caches["key_cache"].codes)
+        tokens = np.concatenate([keys.codes for keys in scene.keys])
+        flat = caches["key_cache"].codes.reshape(2, 64, 1, 12)
+        for rank, slots in enumerate(layout["slots"].codes):
+            np.testing.assert_array_equal(flat[rank, slots[slots >= 0]], tokens[slots >= 0])
+            self.assertEqual((slots >= 0).sum(), layout["local_lens"].codes[rank].sum())
+        np.testing.assert_array_equal(layout["local_lens"].codes, [[7, 3], [6, 2]])
+        np.testing.assert_array_equal(layout["row_lens"].codes, [[7, 2, 3], [6, 2, 2]])
+        np.testing.assert_array_equal(layout["units"].codes, [[8, 8, 4]] * 2)
+
+    def test_empty_states_do_not_count_in_a_merge(self):
+        nan, inf = np.nan, np.inf
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            for backend in ("a2a", "ag_rs"):
+                harness.open(comm_backend=backend)
+                out = np.array([[[[1.0], [nan]]], [[[nan], [nan]]]], np.float32)
+                lse = np.array([[[0.5, -inf]], [[-inf, -inf]]], np.float32)
+                _, merged = harness.step(
+                    "merge_partials", {"partial_out": Tensor("f32", out), "partial_lse": Tensor("f32", lse)}
+                )
+                np.testing.assert_array_equal(merged["out"].codes.ravel(), [1.0, 0.0])
+                np.testing.assert_array_equal(merged["lse"].codes.ravel(), np.array([0.5, -inf], np.float32))
+
+    def test_an_lse_comes_back_from_its_lanes_bit_for_bit(self):
+        bits = np.array([0, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F812345], np.uint32)
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            for order, high in (("hi_lo", 0), ("lo_hi", 1)):
+                harness.open(lane_order=order)
+                _, packed = harness.step("pack_lse", {"lse": Tensor("f32", bits.view(np.float32))})
+                np.testing.assert_array_equal(packed["unpacked"].codes.view(np.uint32), bits[None])
+                np.testing.assert_array_equal(packed["lanes"].codes[0, :, high], bits >> 16)
+
+
+if __name__ == "__main__":
+    sys.exit(unittest.main())
