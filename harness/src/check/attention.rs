@@ -13,7 +13,7 @@ use crate::judge::Allowed;
 use super::call::Call;
 use super::diagnosis;
 use super::report::Report;
-use super::tally::{Spot, Tally};
+use super::tally::{Axes, Spot, Tally};
 use super::{CheckError, EmptyRows};
 
 /// Half a unit in the last place of f32, relative: LSEs are stored after they were bounded.
@@ -178,8 +178,9 @@ fn undecided(call: &Call<'_>, request: usize, token: usize, seen: &Visible, why:
 }
 
 fn compare(call: &Call<'_>, truth: &Truth) -> (Tally, Option<Tally>) {
-    let mut out = Tally::new("out");
-    let mut lse = call.lse_dtype.map(|_| Tally::new("lse"));
+    let axes = |dim| Axes { tokens: truth.rows.len(), heads: call.heads, dim };
+    let mut out = Tally::new("out", axes(call.v_dim));
+    let mut lse = call.lse_dtype.map(|_| Tally::new("lse", axes(1)));
     for (index, piece) in call.pieces.iter().enumerate() {
         for token in 0..truth.rows.len() {
             for of_piece in 0..piece.heads {
@@ -188,10 +189,10 @@ fn compare(call: &Call<'_>, truth: &Truth) -> (Tally, Option<Tally>) {
                 let (state, of_piece) = (token * call.heads + head, token * piece.heads + of_piece);
                 for d in 0..call.v_dim {
                     let (flat, seen) = (state * call.v_dim + d, piece.out[of_piece * call.v_dim + d]);
-                    out.element(flat, (spot, d), seen, truth.allowed_out(call, token, flat));
+                    out.element((spot, d), seen, truth.allowed_out(call, token, flat));
                 }
                 if let (Some(lse), Some(seen)) = (&mut lse, &piece.lse) {
-                    lse.element(state, (spot, 0), seen[of_piece], truth.allowed_lse(token, state));
+                    lse.element((spot, 0), seen[of_piece], truth.allowed_lse(token, state));
                 }
             }
         }

@@ -8,7 +8,7 @@ use shardcheck_references::attention::plain::{Problem, Values};
 use shardcheck_references::visibility::Visible;
 
 use super::addressing::Pages;
-use super::sizes::{Piece, Store, counts, inputs, pieces};
+use super::sizes::{Piece, Store, counts, floats, inputs, pieces};
 use super::{CheckError, EmptyRows, Header, Subject};
 
 /// Keys and values of some tokens, as the call holds them: stored codes times their scales.
@@ -77,6 +77,7 @@ impl<'a> Call<'a> {
         };
         let pages = Pages::read(header, tensors, key_store.per_rank, key_store.pages, key_store.block)?;
         let out = tensors.get("out")?;
+        floats("out", out)?;
         let lse = tensors.find("lse");
         let (k_scale, v_scale) = header.scales()?;
         let mut call = Self {

@@ -128,7 +128,7 @@ impl Preset {
             Self::F32 => Contract {
                 u_acc: 1.0 / (1u64 << 24) as f64,
                 depth: Depth::Any,
-                kexp: 4.0,
+                tile_min: 1,
                 p_dtype: None,
                 partial: Dtype::F32,
                 ..base

@@ -379,12 +379,10 @@ fn merges<'a>(hypothesis: Hypothesis, state: &State<'a>) -> Vec<Named<'a>> {
         ],
         Hypothesis::Averaged => {
             let world = layout.world();
-            let mut kinds = vec![(Some("over all ranks".to_owned()), weighted(&|_| 1.0 / world as f64))];
-            if held < world {
-                let which = Some("over ranks that hold tokens".to_owned());
-                kinds.push((which, weighted(&|_| 1.0 / held as f64)));
-            }
-            kinds
+            vec![
+                (Some("over all ranks".to_owned()), weighted(&|_| 1.0 / world as f64)),
+                (Some("over ranks that hold tokens".to_owned()), weighted(&|_| 1.0 / held as f64)),
+            ]
         }
         _ => vec![(None, weighted(&|_| 1.0))],
     }

@@ -14,7 +14,7 @@ use crate::judge::Allowed;
 use super::diagnosis::causes;
 use super::report::{Diagnosis, Explanation, Report};
 use super::sizes::{Piece, floats, natural_lse, pieces};
-use super::tally::{Spot, Tally};
+use super::tally::{Axes, Spot, Tally};
 use super::target::Target;
 use super::{CheckError, EmptyRows, Header};
 
@@ -129,7 +129,10 @@ struct Merging {
 pub(super) fn judge(header: &Header, tensors: &Tensors) -> Result<Report, CheckError> {
     let mut report = Report::new(header.check);
     let merging = Merging::read(header, tensors, &mut report)?;
-    let (mut out, mut lse) = (Tally::new("out"), tensors.find("lse").map(|_| Tally::new("lse")));
+    let (mut out, mut lse) = (
+        Tally::new("out", merging.axes(merging.v_dim)),
+        tensors.find("lse").map(|_| Tally::new("lse", merging.axes(1))),
+    );
     for (index, piece) in merging.pieces.iter().enumerate() {
         for row in 0..merging.rows {
             for of_piece in 0..piece.heads {
@@ -137,14 +140,12 @@ pub(super) fn judge(header: &Header, tensors: &Tensors) -> Result<Report, CheckE
                 let spot = Spot { piece: index, token: row, head };
                 let target = merging.target(spot);
                 for d in 0..merging.v_dim {
-                    let flat = (row * merging.heads + head) * merging.v_dim + d;
                     let seen = piece.out[(row * piece.heads + of_piece) * merging.v_dim + d];
-                    out.element(flat, (spot, d), seen, allowed_out(header, target.as_ref(), d));
+                    out.element((spot, d), seen, allowed_out(header, target.as_ref(), d));
                 }
                 if let (Some(lse), Some(seen)) = (&mut lse, &piece.lse) {
-                    let state = row * merging.heads + head;
                     let allowed = allowed_lse(header, target.as_ref());
-                    lse.element(state, (spot, 0), seen[row * piece.heads + of_piece], allowed);
+                    lse.element((spot, 0), seen[row * piece.heads + of_piece], allowed);
                 }
             }
         }
@@ -195,6 +196,7 @@ impl Merging {
             return Err(CheckError::shape("partial_out", partial.shape(), "no axis is empty"));
         }
         let out = tensors.get("out")?;
+        floats("out", out)?;
         let given = tensors.get("partial_lse")?;
         let mut merging = Self {
             contract: header.contract_for(out.dtype())?,
@@ -224,6 +226,10 @@ impl Merging {
             merging.certified.push(certified.ok());
         }
         Ok(merging)
+    }
+
+    fn axes(&self, dim: usize) -> Axes {
+        Axes { tokens: self.rows, heads: self.heads, dim }
     }
 
     fn target(&self, spot: Spot) -> Option<Target<'_>> {

@@ -24,13 +24,12 @@ pub(super) struct Piece {
 /// Cuts an output `[T, H, Dv]`, `[T, H·Dv]`, `[ranks, T, H/ranks, Dv]` or `[ranks, T, H, Dv]` into pieces.
 ///
 /// # Errors
-/// Any other shape, or an element type that is no output's.
+/// Any other shape.
 pub(super) fn pieces(
     header: &Header,
     (out, lse): (&Tensor, Option<&Tensor>),
     (tokens, heads, v_dim): (usize, usize, usize),
 ) -> Result<Vec<Piece>, CheckError> {
-    floats("out", out)?;
     let wanted = || {
         format!(
             "[{tokens}, {heads}, {v_dim}], or with an axis of ranks before it, over which the {heads} heads are dealt"

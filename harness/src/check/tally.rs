@@ -20,6 +20,26 @@ pub(super) struct Spot {
     pub(super) head: usize,
 }
 
+/// Extents by which an element of a piece gets a flat index.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Axes {
+    pub(super) tokens: usize,
+    pub(super) heads: usize,
+    pub(super) dim: usize,
+}
+
+impl Axes {
+    fn index(self, spot: Spot, d: usize) -> usize {
+        ((spot.piece * self.tokens + spot.token) * self.heads + spot.head) * self.dim + d
+    }
+
+    fn spot(self, index: usize) -> (Spot, usize) {
+        let (state, d) = (index / self.dim, index % self.dim);
+        let (row, head) = (state / self.heads, state % self.heads);
+        (Spot { piece: row / self.tokens, token: row % self.tokens, head }, d)
+    }
+}
+
 /// Comparison of one tensor.
 pub(super) struct Tally {
     /// Name of the tensor.
@@ -30,44 +50,33 @@ pub(super) struct Tally {
     pub(super) fixed: Vec<FixedTolerance>,
     /// Rows and heads with an element out of bound.
     pub(super) broken: BTreeSet<Spot>,
-    /// Ratio, spot and dimension of the worst element out of bound.
-    worst: Option<(f64, Spot, usize)>,
+    axes: Axes,
 }
 
 impl Tally {
-    pub(super) fn new(tensor: &'static str) -> Self {
+    pub(super) fn new(tensor: &'static str, axes: Axes) -> Self {
         let none = |tolerance| FixedTolerance { tolerance, outside: 0, largest_difference: 0.0 };
-        Self {
-            tensor,
-            comparison: Comparison::new(tensor),
-            fixed: FIXED.map(none).to_vec(),
-            broken: BTreeSet::new(),
-            worst: None,
-        }
+        let (comparison, fixed) = (Comparison::new(tensor), FIXED.map(none).to_vec());
+        Self { tensor, comparison, fixed, broken: BTreeSet::new(), axes }
     }
 
-    /// Compares element `dim` of `spot`.
-    pub(super) fn element(&mut self, index: usize, (spot, dim): (Spot, usize), seen: f64, allowed: Allowed) {
-        self.comparison.element(index, seen, allowed);
+    /// Compares one element of a row and head.
+    pub(super) fn element(&mut self, (spot, d): (Spot, usize), seen: f64, allowed: Allowed) {
+        self.comparison.element(self.axes.index(spot, d), seen, allowed);
         if allowed == Allowed::Undefined {
             return;
         }
         for fixed in &mut self.fixed {
             fixed.element(seen, allowed.expected());
         }
-        if allowed.admits(seen) {
-            return;
-        }
-        self.broken.insert(spot);
-        let ratio = if seen.is_nan() { f64::INFINITY } else { allowed.ratio(seen) };
-        if self.worst.is_none_or(|(worst, ..)| ratio > worst) {
-            self.worst = Some((ratio, spot, dim));
+        if !allowed.admits(seen) {
+            self.broken.insert(spot);
         }
     }
 
-    /// The element that misses its bound by most.
+    /// Row, head and dimension of the element that misses its bound by most.
     pub(super) fn worst(&self) -> Option<(Spot, usize)> {
-        self.worst.map(|(_, spot, dim)| (spot, dim))
+        self.comparison.worst_index().map(|index| self.axes.spot(index))
     }
 }
 
@@ -92,10 +101,10 @@ mod tests {
 
     #[test]
     fn a_fixed_tolerance_forgives_what_the_interval_does_not() {
-        let mut tally = Tally::new("out");
-        let spot = Spot { piece: 0, token: 0, head: 0 };
-        tally.element(0, (spot, 0), 1.015, Allowed::near(1.0, 1e-3));
-        tally.element(1, (spot, 1), f64::NAN, Allowed::near(1.0, 1e-3));
+        let mut tally = Tally::new("out", Axes { tokens: 5, heads: 3, dim: 2 });
+        let spot = Spot { piece: 1, token: 4, head: 2 };
+        tally.element((spot, 0), 1.015, Allowed::near(1.0, 1e-3));
+        tally.element((spot, 1), f64::NAN, Allowed::near(1.0, 1e-3));
         assert_eq!(tally.fixed.iter().map(|fixed| fixed.outside).collect::<Vec<_>>(), [1, 1]);
         assert_eq!((tally.broken.len(), tally.worst()), (1, Some((spot, 1))));
     }

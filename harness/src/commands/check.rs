@@ -15,7 +15,7 @@ pub struct Args {
     #[arg(value_name = "FILE")]
     file: PathBuf,
 
-    /// Print the report as JSON
+    /// Print the report as JSON, with its text in the field `text`
     #[arg(long)]
     json: bool,
 }
@@ -27,7 +27,9 @@ pub struct Args {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let report = report(args)?;
     if args.json {
-        print(serde_json::to_string(&report).map_err(CommandError::internal)? + "\n")?;
+        let mut value = serde_json::to_value(&report).map_err(CommandError::internal)?;
+        value["text"] = report.to_string().into();
+        print(format!("{value}\n"))?;
     } else {
         print(&report)?;
     }
