@@ -212,8 +212,9 @@ impl<'a> Store<'a> {
             );
             return Err(CheckError::shape(name, shape, wanted));
         }
-        if latent && kv_heads != 1 || axes.contains(&0) {
-            return Err(CheckError::shape(name, shape, "a latent has one head, and no axis is empty"));
+        if latent && kv_heads != 1 || [ranks, block, kv_heads, dim].contains(&0) {
+            let wanted = "a latent has one head, and no axis but that of blocks is empty";
+            return Err(CheckError::shape(name, shape, wanted));
         }
         Ok(Self { tensor, order, per_rank, ranks, pages, block, kv_heads, dim })
     }

@@ -207,7 +207,8 @@ fn inputs_that_do_not_fit_are_refused_with_what_would() {
         &["[2, 4]", "[4, 2]"],
     );
     say(refused(&|h, _| h.softmax_scale = None), &["softmax_scale"]);
-    say(refused(&|h, _| h.k_scale = -1.0), &["k_scale", "positive"]);
+    say(refused(&|h, _| (h.k_scale, h.v_scale) = (-1.0, -1.0)), &["k_scale", "positive"]);
+    say(refused(&|h, _| h.k_scale = 2.0), &["v_scale", "the same as k_scale"]);
     say(refused(&|h, _| h.world = 3), &["world is 3"]);
     say(refused(&|h, _| h.interleave = 3), &["interleave", "multiple"]);
     say(refused(&|h, _| h.kv_lora_rank = Some(40)), &["kv_lora_rank is 40"]);

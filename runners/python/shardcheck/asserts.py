@@ -1,10 +1,11 @@
-"""Assertions for tests of attention functions, in the place of `assert_close(…, atol=2e-2)`: no adapter, no engine.
+"""Assertions for tests of attention functions, in the place of `assert_close(…, atol=2e-2)`.
 
-    shardcheck.assert_decode(q, kv_cache, block_table, seq_lens, out, lse, kv_lora_rank=512, softmax_scale=scale)
+    assert_decode(q, kv_cache, block_table, seq_lens, out, lse, kv_lora_rank=512, softmax_scale=scale)
 
-Tensors are torch tensors of any device or numpy arrays. Each element of the output is judged by its own interval, computed in
-float64 from the values that the block table addresses; a failure names token, head, rank, stage and the known slip that gives
-what was seen (docs/check.md). The judge is the program `shardcheck`: `SHARDCHECK_BIN`, or the one on `PATH`.
+Tensors are torch tensors of any device or numpy arrays. Each element of the output is judged by its own
+interval, computed in float64 from the values that the block table addresses; a failure names token, head,
+rank, stage and the known slip that gives what was seen (docs/check.md). The judge is the program
+`shardcheck`: `SHARDCHECK_BIN`, or the one on `PATH`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ _FAILED, _USAGE, _UNDECIDED = 1, 2, 3
 
 
 class CheckFailed(AssertionError):
-    """A call whose output is not what it may be. `finding` is the report, as `shardcheck check --json` gives it."""
+    """A call whose output is not what it may be.
+
+    `finding` is the report, as `shardcheck check --json` gives it.
+    """
 
     def __init__(self, text: str, finding: dict[str, Any]) -> None:
         super().__init__(text)
@@ -44,7 +48,7 @@ class CheckFailed(AssertionError):
 
 
 class CheckUndecided(CheckFailed):
-    """A call that can't be judged: an input that is read is no number, or no bound follows from the contract."""
+    """A call that can't be judged: an input that is read is no number, or no bound follows."""
 
 
 class CheckError(ValueError):
@@ -85,22 +89,30 @@ def assert_decode(
 
     Shapes, with `T` rows of `n` requests, `H` query heads, `K` KV heads, block size `B`:
 
-    * `q` `[T, H, D]`. MLA: the absorbed query with its rotary part, `[T, H, kv_lora_rank + rope]`, or the pair of both parts.
-    * `kv_cache`. MLA (`kv_lora_rank` given): `[blocks, B, D]`. Otherwise the pair `(keys, values)`, each `[blocks, B, K, D]`
-      (`layout="NHD"`) or `[blocks, K, B, D]` (`"HND"`), or both in one tensor `[2, blocks, …]` or `[blocks, 2, …]`. With an axis
-      of ranks in front, or a list of one cache a rank, each rank's cache holds its own tokens, dealt in runs of `interleave`.
-      One cache without that axis and `world_size > 1` is the whole context, of which the ranks had their shares.
-    * `block_table` `[n, width]`, `seq_lens` `[n]`: tokens of each request, the new ones included; `query_start_loc` `[n + 1]` where
-      requests have different numbers of rows (else `T / n` each). Rows beyond its end are padding and not judged.
-    * `out` `[T, H, Dv]` or `[T, H·Dv]`, or one a rank: `[ranks, T, H / ranks, Dv]` (heads dealt) or `[ranks, T, H, Dv]` (all alike).
-    * `lse` `[T, H]` or `[H, T]` in f32 (`lse_layout="TH"`/`"HT"` where T equals H); `lse_base` `"e"` or `"2"`.
+    * `q` `[T, H, D]`. MLA: the absorbed query with its rotary part, `[T, H, kv_lora_rank + rope]`, or the
+      pair of both parts.
+    * `kv_cache`. MLA (`kv_lora_rank` given): `[blocks, B, D]`. Otherwise the pair `(keys, values)`, each
+      `[blocks, B, K, D]` (`layout="NHD"`) or `[blocks, K, B, D]` (`"HND"`), or both in one tensor `[2,
+      blocks, …]` or `[blocks, 2, …]`. With an axis of ranks in front, or a list of one cache a rank, each
+      rank's cache holds its own tokens, dealt in runs of `interleave`. One cache without that axis and
+      `world_size > 1` is the whole context, of which the ranks had their shares.
+    * `block_table` `[n, width]`, `seq_lens` `[n]`: tokens of each request, the new ones included;
+      `query_start_loc` `[n + 1]` where requests have different numbers of rows (else `T / n` each). Rows
+      beyond its end are padding and not judged.
+    * `out` `[T, H, Dv]` or `[T, H·Dv]`, or one a rank: `[ranks, T, H / ranks, Dv]` (heads dealt) or `[ranks,
+      T, H, Dv]` (all alike).
+    * `lse` `[T, H]` or `[H, T]` in f32 (`lse_layout="TH"`/`"HT"` where T equals H); `lse_base` `"e"` or
+      `"2"`.
 
-    `softmax_scale` (or `sm_scale`) is the factor on scores, 1/√D by default without MLA. `k_scale` and `v_scale` multiply stored keys and
-    values. `dtype` says what 16-bit codes in `uint16` arrays are, `kv_dtype` what 8-bit codes in a cache are (`"fp8"` is e4m3fn).
-    `contract` says how the call rounds; the output's type is that of `out`. `merge` (`"a2a"`, `"ag_rs_f32"`, `"ag_rs_bf16"`) says in which
-    arithmetic ranks are merged. `empty_rows="undefined"` leaves rows without tokens alone; else they are zero with LSE −inf.
+    `softmax_scale` (or `sm_scale`) is the factor on scores, 1/√D by default without MLA. `k_scale` and
+    `v_scale` multiply stored keys and values. `dtype` says what 16-bit codes in `uint16` arrays are,
+    `kv_dtype` what 8-bit codes in a cache are (`"fp8"` is e4m3fn). `contract` says how the call rounds; the
+    output's type is that of `out`. `merge` (`"a2a"`, `"ag_rs_f32"`, `"ag_rs_bf16"`) says in which arithmetic
+    ranks are merged. `empty_rows="undefined"` leaves rows without tokens alone; else they are zero with LSE
+    −inf.
 
-    Returns the report. Raises `CheckFailed` (an `AssertionError`), `CheckUndecided`, `CheckError` for arguments that do not fit.
+    Returns the report. Raises `CheckFailed` (an `AssertionError`), `CheckUndecided`, `CheckError` for
+    arguments that do not fit.
     """
     return _attention("decode", **{**locals(), "causal": True})
 
@@ -134,8 +146,9 @@ def assert_verify(
 ) -> dict[str, Any]:
     """Asserts that `out` is attention of several rows a request, such as drafts under verification.
 
-    Arguments are those of `assert_decode`. Row `t` of the last `q` tokens of a request of `L` tokens sees `L − q + 1 + t` of them;
-    with `causal=False` every row sees all `L`, as in a draft block that is filled in one pass.
+    Arguments are those of `assert_decode`. Row `t` of the last `q` tokens of a request of `L` tokens sees `L
+    − q + 1 + t` of them; with `causal=False` every row sees all `L`, as in a draft block that is filled in
+    one pass.
     """
     return _attention("verify", **locals())
 
@@ -155,8 +168,9 @@ def assert_merge(
 ) -> dict[str, Any]:
     """Asserts that `out` (and `lse`) is what partial results join to by their log-sum-exp.
 
-    `partial_out` `[N, T, H, D]` and `partial_lse` `[N, T, H]` or `[N, H, T]` (or lists of N), `out` `[T, H, D]` or with ranks in front
-    as in `assert_decode`. A part with LSE −inf holds no token, and what stands beside it is ignored. All LSEs are in `lse_base`.
+    `partial_out` `[N, T, H, D]` and `partial_lse` `[N, T, H]` or `[N, H, T]` (or lists of N), `out` `[T, H,
+    D]` or with ranks in front as in `assert_decode`. A part with LSE −inf holds no token, and what stands
+    beside it is ignored. All LSEs are in `lse_base`.
     """
     header = _header("merge", contract, merge, lse_base, lse_layout, empty_rows)
     tensors = {
@@ -186,12 +200,13 @@ def assert_layout(
     """Asserts the integers of a sharded cache: any of `local_lens`, `slot_mapping`, `row_lens`.
 
     * `local_lens` `[world_size, n]`: how many of a request's `seq_lens` tokens each rank stores.
-    * `slot_mapping` `[world_size, T]`: the row of each rank's cache where the key of each of the step's rows belongs, −1 where
-      another rank stores it; needs `block_table` `[n, width]` and `block_size`. Padding at its end is −1.
+    * `slot_mapping` `[world_size, T]`: the row of each rank's cache where the key of each of the step's rows
+      belongs, −1 where another rank stores it; needs `block_table` `[n, width]` and `block_size`. Padding at
+      its end is −1.
     * `row_lens` `[world_size, T]`: how many tokens of each rank each of the step's rows sees.
 
-    With `rank`, each is that of one rank, `[n]` or `[T]`. Rows are the last tokens of each request, `query_start_loc` `[n + 1]` says
-    how many. Tokens are dealt to ranks in runs of `interleave`.
+    With `rank`, each is that of one rank, `[n]` or `[T]`. Rows are the last tokens of each request,
+    `query_start_loc` `[n + 1]` says how many. Tokens are dealt to ranks in runs of `interleave`.
     """
     header = {
         "schema_version": 1,
@@ -244,7 +259,7 @@ def _attention(check: str, **given: Any) -> dict[str, Any]:
     scale = given["softmax_scale"] if given["softmax_scale"] is not None else given["sm_scale"]
     if scale is None:
         if latent:
-            raise CheckError("softmax_scale is needed for MLA: the width that it comes from is not that of the cache")
+            raise CheckError("softmax_scale is needed for MLA: the width behind it is not that of the cache")
         scale = 1.0 / math.sqrt(q.shape[-1])
     header["softmax_scale"] = _number(scale)
     caches = _caches(given["kv_cache"], latent)
@@ -253,7 +268,12 @@ def _attention(check: str, **given: Any) -> dict[str, Any]:
 
 
 def _header(
-    check: str, contract: ContractLike, merge: str | None, lse_base: str, lse_layout: str | None, empty_rows: str
+    check: str,
+    contract: ContractLike,
+    merge: str | None,
+    lse_base: str,
+    lse_layout: str | None,
+    empty_rows: str,
 ) -> dict[str, Any]:
     if isinstance(contract, Contract):
         contract = contract.to_json()
@@ -277,15 +297,15 @@ def _caches(kv_cache: Any, latent: bool) -> dict[str, Array]:
         return {"kv_cache": _stacked(kv_cache)}
     if isinstance(kv_cache, (tuple, list)):
         if len(kv_cache) != 2:
-            raise CheckError(f"kv_cache is a pair (keys, values) without kv_lora_rank, not {len(kv_cache)} tensors")
+            raise CheckError(f"without kv_lora_rank, kv_cache is a pair (keys, values), not {len(kv_cache)} tensors")
         keys, values = kv_cache
     else:
         shape = tuple(kv_cache.shape)
         in_front, within = shape[:1] == (2,), shape[1:2] == (2,)
         if len(shape) != 5 or in_front == within:
             raise CheckError(
-                f"kv_cache has shape {list(shape)}: give the pair (keys, values), or both in one tensor [2, blocks, …] or "
-                "[blocks, 2, …], or kv_lora_rank for MLA"
+                f"kv_cache has shape {list(shape)}: give the pair (keys, values), or both in one tensor "
+                "[2, blocks, …] or [blocks, 2, …], or kv_lora_rank for MLA"
             )
         keys, values = (kv_cache[0], kv_cache[1]) if in_front else (kv_cache[:, 0], kv_cache[:, 1])
     return {"key_cache": _stacked(keys), "value_cache": _stacked(values)}
@@ -294,7 +314,7 @@ def _caches(kv_cache: Any, latent: bool) -> dict[str, Array]:
 def _add_caches(
     header: dict[str, Any], tensors: dict[str, Tensor], caches: dict[str, Array], given: dict[str, Any]
 ) -> None:
-    """Adds the pages of the caches that the block table can lead to; a real cache is larger than any file should be."""
+    """Adds the pages that the block table can lead to: a real cache is larger than any file should be."""
     latent, world = "kv_cache" in caches, given["world_size"]
     first = next(iter(caches.values()))
     shape = tuple(first.shape)
@@ -303,7 +323,8 @@ def _add_caches(
         per_rank = len(shape) == 5 or (latent and len(shape) == 4 and world > 1 and shape[0] == world)
     axis = 1 if per_rank else 0
     if len(shape) < axis + 3 or len(shape) > 5:
-        raise CheckError(f"a cache has shape {list(shape)}: it has axes for blocks, tokens of a block, heads and numbers")
+        axes = "blocks, tokens of a block, heads and numbers"
+        raise CheckError(f"a cache has shape {list(shape)}: it has axes for {axes}")
     header["per_rank"] = bool(per_rank)
     heads_first = header["kv_layout"] == "HND" and not (latent and len(shape) == axis + 3)
     block = shape[axis + 2] if heads_first else shape[axis + 1]
@@ -377,7 +398,7 @@ def _float(value: Array, dtype: str | None) -> Tensor:
     except ValueError as error:
         raise CheckError(str(error)) from None
     if named.storage != DTYPES[tensor.dtype].storage:
-        raise CheckError(f"{dtype} has {named.size_bytes} bytes an element, but an array of {tensor.dtype} was given")
+        raise CheckError(f"codes of {dtype} are {named.size_bytes} bytes each, not an array of {tensor.dtype}")
     return Tensor(named.name, tensor.codes)
 
 
@@ -406,8 +427,8 @@ def _binary() -> str:
     found = shutil.which("shardcheck")
     if found is None:
         raise BinaryNotFound(
-            "the program `shardcheck`, which judges, is not on PATH: build it in a checkout with `cargo build --release` and "
-            "set SHARDCHECK_BIN to target/release/shardcheck, or run `cargo install --path harness`"
+            "the program `shardcheck`, which judges, is not on PATH: build it in a checkout with "
+            "`cargo build --release` and set SHARDCHECK_BIN to target/release/shardcheck, or run `cargo install --path harness`"
         )
     return found
 
@@ -427,13 +448,15 @@ def _write(file: Any, header: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 
 def _judged(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     binary, kept = _binary(), os.environ.get("SHARDCHECK_KEEP")
-    descriptor, path = tempfile.mkstemp(prefix=f"shardcheck-{header['check']}-", suffix=".safetensors", dir=kept or None)
+    prefix = f"shardcheck-{header['check']}-"
+    descriptor, path = tempfile.mkstemp(prefix=prefix, suffix=".safetensors", dir=kept or None)
     keep = False
     try:
         with os.fdopen(descriptor, "wb") as file:
             _write(file, header, tensors)
         try:
-            done = subprocess.run([binary, "check", "--json", path], capture_output=True, text=True, check=False)
+            command = [binary, "check", "--json", path]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise BinaryNotFound(f"{binary} can't be run: {error}") from None
         if done.returncode == _USAGE:

@@ -1,4 +1,4 @@
-"""Assertions without an adapter, end to end with the program: right calls pass, faulty ones fail and are named."""
+"""Assertions without an adapter, end to end with the program: right calls pass, faulty ones are named."""
 
 import os
 import pathlib
@@ -41,7 +41,8 @@ class Call:
         self.scale = 1 / np.sqrt(self.width)
         width = max(lens) // block + 1
         blocks = width * len(lens) + 2
-        self.table = random.permutation(blocks)[: width * len(lens)].reshape(len(lens), width).astype(np.int32)
+        used = random.permutation(blocks)[: width * len(lens)]
+        self.table = used.reshape(len(lens), width).astype(np.int32)
         shape = (blocks, block, self.kv_heads)
         self.keys = self._numbers(random, (*shape, self.width))
         self.values = self.keys[..., : self.v_dim] if latent else self._numbers(random, (*shape, self.v_dim))
@@ -53,7 +54,7 @@ class Call:
         """Numbers that bf16 holds."""
         return Tensor.from_f32("bf16", random.standard_normal(shape)).numpy()
 
-    def attend(self, bound=lambda length, rows, row: length - rows + 1 + row) -> tuple[np.ndarray, np.ndarray]:
+    def attend(self, bound=lambda length, rows, row: length - rows + 1 + row):
         """`[T, H, Dv]` and natural `[T, H]`, f32."""
         out = np.zeros((sum(self.rows), self.heads, self.v_dim), np.float32)
         lse = np.full(out.shape[:2], -np.inf, np.float32)
@@ -167,7 +168,8 @@ class Attention(Judged):
         keys, values = (Tensor.from_f32("e4m3fn", array / 0.5) for array in (call.keys, call.values))
         call.keys, call.values = keys.numpy() * np.float32(0.5), values.numpy() * np.float32(0.5)
         out, lse = call.attend()
-        arguments = call.arguments() | {"kv_cache": (keys.codes, values.codes), "kv_dtype": "fp8", "k_scale": 0.5}
+        caches = {"kv_cache": (keys.codes, values.codes), "kv_dtype": "fp8", "k_scale": 0.5}
+        arguments = call.arguments() | caches
         assert_verify(out=out, lse=lse, v_scale=0.5, **arguments)
         call.values = values.numpy()
         unscaled, _ = call.attend()
@@ -206,12 +208,13 @@ class Attention(Judged):
     def test_a_failed_call_is_kept_where_it_is_asked_for(self):
         call = Call(latent=True)
         out, _ = call.attend()
-        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"SHARDCHECK_KEEP": folder}):
-            assert_verify(out=out, **call.arguments())
-            self.assertEqual(os.listdir(folder), [])
-            with self.assertRaisesRegex(CheckFailed, "shardcheck check .*safetensors"):
-                assert_verify(out=out + 1, **call.arguments())
-            self.assertEqual(len(os.listdir(folder)), 1)
+        with tempfile.TemporaryDirectory() as folder:
+            with mock.patch.dict(os.environ, {"SHARDCHECK_KEEP": folder}):
+                assert_verify(out=out, **call.arguments())
+                self.assertEqual(os.listdir(folder), [])
+                with self.assertRaisesRegex(CheckFailed, "shardcheck check .*safetensors"):
+                    assert_verify(out=out + 1, **call.arguments())
+                self.assertEqual(len(os.listdir(folder)), 1)
 
 
 class Torch(Judged):
@@ -248,7 +251,8 @@ class Torch(Judged):
             query.float()[None].transpose(1, 2), flat(keys), flat(values), enable_gqa=True
         )
         out = out.transpose(1, 2)[0].to(torch.bfloat16)
-        given = {"q": query, "kv_cache": (keys, values), "block_table": table, "seq_lens": torch.tensor([tokens])}
+        given = {"q": query, "kv_cache": (keys, values), "block_table": table}
+        given["seq_lens"] = torch.tensor([tokens])
         report = assert_decode(**given, out=out, k_scale=0.5, v_scale=0.5, contract="f32")
         self.assertEqual(report["status"], "pass")
         with self.assertRaises(CheckFailed):
@@ -258,13 +262,14 @@ class Torch(Judged):
 class Merge(Judged):
     def test_a_merge_passes_and_an_average_is_named(self):
         random = np.random.default_rng(1)
-        outs, lses = random.standard_normal((3, 4, 2, 8)), random.standard_normal((3, 4, 2)).astype(np.float32)
-        outs = Tensor.from_f32("bf16", outs).numpy()
+        outs = Tensor.from_f32("bf16", random.standard_normal((3, 4, 2, 8))).numpy()
+        lses = random.standard_normal((3, 4, 2)).astype(np.float32)
         weights = np.exp(lses.astype(np.float64))
         right = (outs * weights[..., None]).sum(0) / weights.sum(0)[..., None]
-        assert_merge(list(outs), list(lses), right.astype(np.float32), np.log(weights.sum(0)).astype(np.float32))
+        right, lse = right.astype(np.float32), np.log(weights.sum(0)).astype(np.float32)
+        assert_merge(list(outs), list(lses), right, lse)
         base_2 = (lses / np.log(2)).astype(np.float32).swapaxes(1, 2)
-        assert_merge(outs, base_2, right.astype(np.float32), lse_base="2")
+        assert_merge(outs, base_2, right, lse_base="2")
         with self.assertRaisesRegex(CheckFailed, "partials-averaged"):
             assert_merge(outs, lses, outs.mean(0).astype(np.float32), contract="f32")
 
