@@ -92,17 +92,17 @@ def assert_decode(
     * `q` `[T, H, D]`. MLA: the absorbed query with its rotary part, `[T, H, kv_lora_rank + rope]`, or the
       pair of both parts.
     * `kv_cache`. MLA (`kv_lora_rank` given): `[blocks, B, D]`. Otherwise the pair `(keys, values)`, each
-      `[blocks, B, K, D]` (`layout="NHD"`) or `[blocks, K, B, D]` (`"HND"`), or both in one tensor `[2,
-      blocks, …]` or `[blocks, 2, …]`. With an axis of ranks in front, or a list of one cache a rank, each
+      `[blocks, B, K, D]` (`layout="NHD"`) or `[blocks, K, B, D]` (`"HND"`), or both in one tensor
+      `[2, blocks, …]` or `[blocks, 2, …]`. With an axis of ranks in front, or a list of one cache a rank, each
       rank's cache holds its own tokens, dealt in runs of `interleave`. One cache without that axis and
       `world_size > 1` is the whole context, of which the ranks had their shares.
     * `block_table` `[n, width]`, `seq_lens` `[n]`: tokens of each request, the new ones included;
       `query_start_loc` `[n + 1]` where requests have different numbers of rows (else `T / n` each). Rows
       beyond its end are padding and not judged.
-    * `out` `[T, H, Dv]` or `[T, H·Dv]`, or one a rank: `[ranks, T, H / ranks, Dv]` (heads dealt) or `[ranks,
-      T, H, Dv]` (all alike).
-    * `lse` `[T, H]` or `[H, T]` in f32 (`lse_layout="TH"`/`"HT"` where T equals H); `lse_base` `"e"` or
-      `"2"`.
+    * `out` `[T, H, Dv]` or `[T, H·Dv]`, or one a rank: `[ranks, T, H / ranks, Dv]` (heads dealt) or
+      `[ranks, T, H, Dv]` (all alike).
+    * `lse` `[T, H]` or `[H, T]` in f32 (`lse_layout="TH"`/`"HT"` where T equals H); `lse_base` is
+      `"e"` or `"2"`.
 
     `softmax_scale` (or `sm_scale`) is the factor on scores, 1/√D by default without MLA. `k_scale` and
     `v_scale` multiply stored keys and values. `dtype` says what 16-bit codes in `uint16` arrays are,
@@ -146,9 +146,9 @@ def assert_verify(
 ) -> dict[str, Any]:
     """Asserts that `out` is attention of several rows a request, such as drafts under verification.
 
-    Arguments are those of `assert_decode`. Row `t` of the last `q` tokens of a request of `L` tokens sees `L
-    − q + 1 + t` of them; with `causal=False` every row sees all `L`, as in a draft block that is filled in
-    one pass.
+    Arguments are those of `assert_decode`. Row `t` of the last `q` tokens of a request of `L` tokens sees
+    `L − q + 1 + t` of them; with `causal=False` every row sees all `L`, as in a draft block that is filled
+    in one pass.
     """
     return _attention("verify", **locals())
 
@@ -168,8 +168,8 @@ def assert_merge(
 ) -> dict[str, Any]:
     """Asserts that `out` (and `lse`) is what partial results join to by their log-sum-exp.
 
-    `partial_out` `[N, T, H, D]` and `partial_lse` `[N, T, H]` or `[N, H, T]` (or lists of N), `out` `[T, H,
-    D]` or with ranks in front as in `assert_decode`. A part with LSE −inf holds no token, and what stands
+    `partial_out` `[N, T, H, D]` and `partial_lse` `[N, T, H]` or `[N, H, T]` (or lists of N), `out`
+    `[T, H, D]` or with ranks in front as in `assert_decode`. A part with LSE −inf holds no token, and what stands
     beside it is ignored. All LSEs are in `lse_base`.
     """
     header = _header("merge", contract, merge, lse_base, lse_layout, empty_rows)
@@ -297,7 +297,8 @@ def _caches(kv_cache: Any, latent: bool) -> dict[str, Array]:
         return {"kv_cache": _stacked(kv_cache)}
     if isinstance(kv_cache, (tuple, list)):
         if len(kv_cache) != 2:
-            raise CheckError(f"without kv_lora_rank, kv_cache is a pair (keys, values), not {len(kv_cache)} tensors")
+            count = len(kv_cache)
+            raise CheckError(f"without kv_lora_rank, kv_cache is a pair (keys, values), not {count} tensors")
         keys, values = kv_cache
     else:
         shape = tuple(kv_cache.shape)
@@ -398,7 +399,7 @@ def _float(value: Array, dtype: str | None) -> Tensor:
     except ValueError as error:
         raise CheckError(str(error)) from None
     if named.storage != DTYPES[tensor.dtype].storage:
-        raise CheckError(f"codes of {dtype} are {named.size_bytes} bytes each, not an array of {tensor.dtype}")
+        raise CheckError(f"codes of {dtype} have {named.size_bytes} bytes each, those of {tensor.dtype} don't")
     return Tensor(named.name, tensor.codes)
 
 
@@ -428,7 +429,8 @@ def _binary() -> str:
     if found is None:
         raise BinaryNotFound(
             "the program `shardcheck`, which judges, is not on PATH: build it in a checkout with "
-            "`cargo build --release` and set SHARDCHECK_BIN to target/release/shardcheck, or run `cargo install --path harness`"
+            "`cargo build --release` and set SHARDCHECK_BIN to target/release/shardcheck, or run "
+            "`cargo install --path harness`"
         )
     return found
 
