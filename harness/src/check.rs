@@ -21,6 +21,7 @@ mod state;
 mod tally;
 mod target;
 mod tokens;
+mod whole;
 
 pub use error::CheckError;
 pub use header::{

@@ -75,7 +75,7 @@ impl Pages {
 
     /// Requests of the table.
     pub(super) fn requests(&self) -> usize {
-        if self.width == 0 { 0 } else { self.table.len() / self.width }
+        self.table.len().checked_div(self.width).unwrap_or(0)
     }
 
     /// Tokens that one entry of the table covers.

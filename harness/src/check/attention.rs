@@ -14,6 +14,7 @@ use super::call::Call;
 use super::diagnosis;
 use super::report::Report;
 use super::tally::{Axes, Spot, Tally};
+use super::whole::Whole;
 use super::{CheckError, EmptyRows};
 
 /// Half a unit in the last place of f32, relative: LSEs are stored after they were bounded.
@@ -64,6 +65,14 @@ pub(super) fn judge(call: &Call<'_>) -> Result<Report, CheckError> {
             report.failures.push(failure(call, tally));
         }
         broken.extend(&tally.broken);
+    }
+    if report.failures.is_empty() && report.inconclusive.is_empty() && call.statistics {
+        let whole = Whole::of(call);
+        report.failures.extend(whole.failure());
+        if whole.skipped() > 0 {
+            let count = whole.skipped();
+            report.notes.push(format!("{count} requests are too large for statistics of the whole output"));
+        }
     }
     if !broken.is_empty() {
         report.diagnosis = Some(diagnosis::diagnose(call, &truth, &broken));

@@ -37,6 +37,7 @@ pub(super) struct Call<'a> {
     pub(super) subject: Subject,
     pub(super) mask: Mask,
     pub(super) empty_rows: EmptyRows,
+    pub(super) statistics: bool,
     pub(super) contract: Contract,
     /// Query heads.
     pub(super) heads: usize,
@@ -84,6 +85,7 @@ impl<'a> Call<'a> {
             subject: header.check,
             mask: header.mask,
             empty_rows: header.empty_rows,
+            statistics: header.statistics,
             contract: header.contract_for(out.dtype())?,
             heads,
             kv_heads: key_store.kv_heads,

@@ -221,6 +221,9 @@ pub struct Header {
     /// What rows without tokens must give.
     #[serde(default)]
     pub empty_rows: EmptyRows,
+    /// Whether the errors of a whole output are examined, where every element is within its bound.
+    #[serde(default = "yes")]
+    pub statistics: bool,
     /// The rank whose integers these are, where a layout check has those of one rank only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub rank: Option<usize>,
@@ -228,6 +231,10 @@ pub struct Header {
 
 fn one() -> f64 {
     1.0
+}
+
+fn yes() -> bool {
+    true
 }
 
 fn single() -> usize {
@@ -264,6 +271,7 @@ impl Header {
             lse_base: LseBase::E,
             lse_layout: None,
             empty_rows: EmptyRows::default(),
+            statistics: true,
             rank: None,
         }
     }

@@ -8,12 +8,15 @@ use super::state::State;
 /// Dimensions that are compared before all of them.
 const SCREENED: usize = 16;
 
+/// Tokens of one source, each with its weight, or with its multiplicity and score.
+type Source<'a, T> = (Cow<'a, Held>, Vec<T>);
+
 /// A weighted sum over tokens, or given values.
 pub(super) enum Prediction<'a> {
     /// `Σ weight·value`.
     Weighted {
         /// Tokens with their weights, normalised by whatever the slip divides by.
-        terms: Vec<(Cow<'a, Held>, Vec<(usize, f64)>)>,
+        terms: Vec<Source<'a, (usize, f64)>>,
         /// KV head of the values.
         kv_head: usize,
         /// Factor on all values.
@@ -40,10 +43,7 @@ impl<'a> Prediction<'a> {
     }
 
     /// Softmax over tokens of several sources together. Without any token: zeros and −inf.
-    pub(super) fn softmax_over(
-        sources: Vec<(Cow<'a, Held>, Vec<(usize, f64, f64)>)>,
-        kv_head: usize,
-    ) -> Self {
+    pub(super) fn softmax_over(sources: Vec<Source<'a, (usize, f64, f64)>>, kv_head: usize) -> Self {
         let scores = || sources.iter().flat_map(|(_, tokens)| tokens).filter(|(_, count, _)| *count > 0.0);
         let largest = scores().map(|(_, _, score)| *score).fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores().map(|(_, count, score)| count * (score - largest).exp()).sum();

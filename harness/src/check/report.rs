@@ -76,6 +76,9 @@ pub struct Report {
     /// Why, where something failed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub diagnosis: Option<Diagnosis>,
+    /// What was not looked at, though nothing depends on it.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub notes: Vec<String>,
     /// What could not be decided, and why.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub inconclusive: Vec<String>,
@@ -94,6 +97,7 @@ impl Report {
             stage: None,
             fixed_tolerances: Vec::new(),
             diagnosis: None,
+            notes: Vec::new(),
             inconclusive: Vec::new(),
         }
     }
@@ -180,6 +184,9 @@ impl fmt::Display for Report {
         }
         if let Some(diagnosis) = &self.diagnosis {
             write!(f, "{diagnosis}")?;
+        }
+        for note in &self.notes {
+            writeln!(f, "  note       {note}")?;
         }
         for why in &self.inconclusive {
             writeln!(f, "  undecided  {why}")?;

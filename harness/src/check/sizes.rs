@@ -202,7 +202,7 @@ impl<'a> Store<'a> {
             (true, &[n, a, b, d]) if one_head(a, b) => (false, [1, n, a * b, 1, d]),
             (_, &[n, a, b, d]) if !latent => (false, Self::paged(order, 1, n, a, b, d)),
             (_, &[w, n, a, b, d]) => (true, Self::paged(order, w, n, a, b, d)),
-            _ => return Err(CheckError::shape(name, shape, Self::wanted(latent))),
+            _ => return Err(CheckError::shape(name, shape, Self::wanted(latent, header.world))),
         };
         let [ranks, pages, block, kv_heads, dim] = axes;
         if header.per_rank.is_some_and(|asked| asked != per_rank) || per_rank && ranks != header.world {
@@ -226,11 +226,14 @@ impl<'a> Store<'a> {
         }
     }
 
-    fn wanted(latent: bool) -> &'static str {
+    fn wanted(latent: bool, world: usize) -> String {
         if latent {
-            "[pages, block_size, width] of one cache, or [ranks, pages, block_size, width]"
+            format!(
+                "[pages, block_size, width] of one cache, or [world, pages, block_size, width]; world is {world}"
+            )
         } else {
             "[pages, block_size, kv_heads, size] (NHD) or [pages, kv_heads, block_size, size] (HND), or the same per rank"
+                .to_owned()
         }
     }
 

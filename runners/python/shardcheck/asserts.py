@@ -84,6 +84,7 @@ def assert_decode(
     lse_base: str = "e",
     lse_layout: str | None = None,
     empty_rows: str = "zeros",
+    statistics: bool = True,
 ) -> dict[str, Any]:
     """Asserts that `out` (and `lse`) is attention of each new token to its request's paged cache.
 
@@ -109,7 +110,8 @@ def assert_decode(
     `kv_dtype` what 8-bit codes in a cache are (`"fp8"` is e4m3fn). `contract` says how the call rounds; the
     output's type is that of `out`. `merge` (`"a2a"`, `"ag_rs_f32"`, `"ag_rs_bf16"`) says in which arithmetic
     ranks are merged. `empty_rows="undefined"` leaves rows without tokens alone; else they are zero with LSE
-    −inf.
+    −inf. `statistics=False` judges elements alone: with it, the errors of the whole output are examined too,
+    which see a lost token of a long context that no element shows.
 
     Returns the report. Raises `CheckFailed` (an `AssertionError`), `CheckUndecided`, `CheckError` for
     arguments that do not fit.
@@ -143,6 +145,7 @@ def assert_verify(
     lse_base: str = "e",
     lse_layout: str | None = None,
     empty_rows: str = "zeros",
+    statistics: bool = True,
 ) -> dict[str, Any]:
     """Asserts that `out` is attention of several rows a request, such as drafts under verification.
 
@@ -246,6 +249,7 @@ def _attention(check: str, **given: Any) -> dict[str, Any]:
         "world": given["world_size"],
         "interleave": given["interleave"],
         "mask": "causal" if given["causal"] else "bidirectional",
+        "statistics": bool(given["statistics"]),
     }
     q = given["q"]
     if isinstance(q, (tuple, list)):

@@ -108,6 +108,30 @@ fn an_f32_contract_is_stricter_than_a_bf16_one() {
     assert_eq!(report.status, Status::Fail, "weights in bf16 are no f32 arithmetic: {report}");
 }
 
+#[test]
+fn a_lost_token_that_no_element_shows_is_found_in_the_whole_output() {
+    let mut scene = Scene { heads: 16, ..Scene::latent(2, 1, &[(3100, 1), (2800, 1)]) };
+    (scene.qk_dim, scene.v_dim, scene.header.kv_lora_rank) = (96, 64, Some(64));
+    scene.header.softmax_scale = Some(0.3 / 96f64.sqrt());
+    let inputs = scene.inputs();
+    let out_alone = |scene: &Scene, slip: &Slip| {
+        let answer = scene.answer(&inputs, slip);
+        let out = Tensor::from_f32(Dtype::Bf16, &[2, 16, 64], &answer.out);
+        check(&pack(&scene.header, &inputs.tensors.clone().with("out", out)).unwrap()).unwrap()
+    };
+    assert_eq!(out_alone(&scene, &Slip::none()).status, Status::Pass);
+    let slip = Slip::seeing(|request, _| {
+        (0..[3100, 2800][request]).filter(|p| (request, *p) != (1, 123)).map(|p| (request, p)).collect()
+    });
+    let report = out_alone(&scene, &slip);
+    let text = report.to_string();
+    assert_eq!(report.status, Status::Fail, "{text}");
+    assert!(text.contains("request 1: token 123 (rank 1) is missing"), "{text}");
+    let mut elements = scene.clone();
+    elements.header.statistics = false;
+    assert_eq!(out_alone(&elements, &slip).status, Status::Pass, "what elements alone can't see");
+}
+
 /// One row of 16 heads over 100,000 tokens, dealt to eight ranks, with the widths of DeepSeek's latent.
 #[test]
 fn a_long_context_of_wide_latents_is_judged_and_a_lost_share_is_named() {
