@@ -71,7 +71,9 @@ pub(super) fn judge(call: &Call<'_>) -> Result<Report, CheckError> {
         report.failures.extend(whole.failure());
         if whole.skipped() > 0 {
             let count = whole.skipped();
-            report.notes.push(format!("{count} requests are too large for statistics of the whole output"));
+            report.notes.push(format!(
+                "the whole output's statistics leave out {count} requests: they are too large"
+            ));
         }
     }
     if !broken.is_empty() {

@@ -236,3 +236,25 @@ fn every_preset_is_within_the_ceiling_and_every_name_reads_back() {
     all.dedup();
     assert_eq!(all.len(), Hypothesis::ALL.len());
 }
+
+#[test]
+fn the_page_names_every_field_every_check_and_every_preset() {
+    let page = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/check.md");
+    let page = std::fs::read_to_string(page).unwrap();
+    let mut full = Header::new(Subject::Merge);
+    (full.merge, full.softmax_scale, full.kv_lora_rank) =
+        (Some(shardcheck_formats::Merge::A2a), Some(1.0), Some(1));
+    (full.block_size, full.per_rank, full.cache_blocks, full.rank) = (Some(1), Some(true), Some(1), Some(0));
+    full.lse_layout = Some(LseLayout::TokensHeads);
+    let fields = serde_json::to_value(&full).unwrap();
+    for field in fields.as_object().unwrap().keys() {
+        assert!(page.contains(&format!("`{field}`")), "{field}");
+    }
+    assert!(
+        fields.as_object().unwrap().values().all(|value| !value.is_null()),
+        "a field was left out: {fields}"
+    );
+    for name in Subject::ALL.map(Subject::name).into_iter().chain(Preset::ALL.map(Preset::name)) {
+        assert!(page.contains(&format!("`{name}`")) || page.contains(&format!("`\"{name}\"`")), "{name}");
+    }
+}

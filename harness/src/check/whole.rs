@@ -10,8 +10,8 @@ use crate::finding::{Failure, Stage};
 
 use super::call::Call;
 
-/// Most weights (tokens times rows times heads) of a request that is examined: they are all kept at once.
-const MOST_WEIGHTS: usize = 25_000_000;
+/// Most products (tokens times rows times heads times widths) of all requests that are examined: some seconds.
+const MOST_PRODUCTS: usize = 1_000_000_000;
 
 /// What an examination found.
 pub(super) struct Whole {
@@ -19,6 +19,8 @@ pub(super) struct Whole {
     alarms: Vec<String>,
     /// Elements that took part.
     elements: usize,
+    /// Products that it took.
+    products: usize,
     /// Requests that were too large.
     skipped: usize,
 }
@@ -26,7 +28,7 @@ pub(super) struct Whole {
 impl Whole {
     /// Examines outputs that hold finite numbers; every element must be within its bound already.
     pub(super) fn of(call: &Call<'_>) -> Self {
-        let mut whole = Self { alarms: Vec::new(), elements: 0, skipped: 0 };
+        let mut whole = Self { alarms: Vec::new(), elements: 0, products: 0, skipped: 0 };
         for out in outputs(call) {
             let mut joined: Option<Examination> = None;
             for request in 0..call.requests.len() {
@@ -56,11 +58,13 @@ impl Whole {
         if visible.iter().all(Visible::is_empty) {
             return None;
         }
-        let weights = call.requests[request].seq_len.saturating_mul(rows.len() * call.heads);
-        if weights > MOST_WEIGHTS {
+        let states = rows.len() * call.heads * (call.qk_dim + call.v_dim);
+        let products = self.products.saturating_add(call.requests[request].seq_len.saturating_mul(states));
+        if products > MOST_PRODUCTS {
             self.skipped += 1;
             return None;
         }
+        self.products = products;
         let problem = call.problem(request);
         let model = Model::new(&problem, &call.pages.layout, &visible, &call.contract).ok()?;
         let width = call.heads * call.v_dim;
