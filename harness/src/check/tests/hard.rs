@@ -132,27 +132,36 @@ fn a_lost_token_that_no_element_shows_is_found_in_the_whole_output() {
     assert_eq!(out_alone(&elements, &slip).status, Status::Pass, "what elements alone can't see");
 }
 
-/// One row of 16 heads over 100,000 tokens, dealt to eight ranks, with the widths of DeepSeek's latent.
-#[test]
-fn a_long_context_of_wide_latents_is_judged_and_a_lost_share_is_named() {
-    let tokens = 100_000;
+/// One row over `tokens`, dealt to eight ranks, with the widths of DeepSeek's latent.
+fn wide(tokens: usize, heads: usize) -> Scene {
     let mut scene = Scene::latent(8, 1, &[(tokens, 1)]);
     scene.header.kv_lora_rank = Some(512);
-    scene.header.softmax_scale = Some(0.1352);
-    (scene.heads, scene.qk_dim, scene.v_dim, scene.block) = (16, 576, 512, 64);
+    scene.header.softmax_scale = Some(0.0325);
+    (scene.heads, scene.qk_dim, scene.v_dim, scene.block) = (heads, 576, 512, 64);
+    scene
+}
+
+/// The answer without the tokens of a rank. The oracle's streaming form stands for the engine: by the definition it would
+/// take a minute.
+fn judged_without(scene: &Scene, rank: usize) -> (Report, Report) {
     let inputs = scene.inputs();
-    let query = inputs.tensors.get("q").unwrap().to_f32();
-    let cache = inputs.tensors.get("kv_cache").unwrap().to_f32();
-    assert!(query.iter().all(|q| q.is_finite()) && cache.len() > tokens * 576);
-    // the oracle itself, through its streaming form, stands for the engine: the definition would take a minute
-    let report = |without: Option<usize>| {
-        let answer = long_answer(&scene, &inputs, without);
-        scene.judged(&inputs, &answer)
-    };
-    assert_eq!(report(None).status, Status::Pass);
-    let report = report(Some(5));
-    assert_eq!(names(&report).first(), Some(&Hypothesis::RankMissing.name()), "{report}");
-    assert_eq!(report.diagnosis.unwrap().explanations[0].which.as_deref(), Some("rank 5"));
+    let report = |without| scene.judged(&inputs, &long_answer(scene, &inputs, without));
+    (report(None), report(Some(rank)))
+}
+
+#[test]
+fn a_context_of_a_hundred_thousand_tokens_is_judged_and_a_lost_share_is_named() {
+    let (right, wrong) = judged_without(&wide(100_000, 2), 5);
+    assert_eq!(right.status, Status::Pass, "{right}");
+    assert_eq!(names(&wrong).first(), Some(&Hypothesis::RankMissing.name()), "{wrong}");
+    assert_eq!(wrong.diagnosis.unwrap().explanations[0].which.as_deref(), Some("rank 5"));
+}
+
+#[test]
+fn a_hundred_and_twenty_eight_heads_on_one_wide_latent_are_judged_together() {
+    let (right, wrong) = judged_without(&wide(1500, 128), 7);
+    assert_eq!((right.status, right.compared), (Status::Pass, 128 * 513), "{right}");
+    assert_eq!(names(&wrong).first(), Some(&Hypothesis::RankMissing.name()), "{wrong}");
 }
 
 fn long_answer(scene: &Scene, inputs: &scene::Inputs, without: Option<usize>) -> scene::Answer {

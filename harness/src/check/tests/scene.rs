@@ -158,7 +158,9 @@ impl Scene {
         };
         let slots = world * blocks * self.block * self.kv_heads;
         let mut keys: Vec<f32> = (0..slots * self.qk_dim).map(|_| filler(&mut random)).collect();
-        let mut values: Vec<f32> = (0..slots * self.v_dim).map(|_| filler(&mut random)).collect();
+        // a latent is key and value at once
+        let value_slots = if self.is_latent() { 0 } else { slots };
+        let mut values: Vec<f32> = (0..value_slots * self.v_dim).map(|_| filler(&mut random)).collect();
         for (request, (len, _)) in self.requests.iter().enumerate() {
             for position in 0..*len {
                 for head in 0..self.kv_heads {
@@ -169,7 +171,9 @@ impl Scene {
                             .for_each(|x| *x = (f64::from(random.number()) * 1.3 / by) as f32);
                     };
                     fill(&mut keys, self.qk_dim, self.header.k_scale);
-                    fill(&mut values, self.v_dim, self.header.v_scale);
+                    if !self.is_latent() {
+                        fill(&mut values, self.v_dim, self.header.v_scale);
+                    }
                 }
             }
         }
@@ -199,7 +203,8 @@ impl Scene {
             axes
         };
         let key = Tensor::from_f32(self.cache, &axes(self.qk_dim), &keys);
-        let value = Tensor::from_f32(self.cache, &axes(self.v_dim), &values);
+        let value_axes = if self.is_latent() { vec![0] } else { axes(self.v_dim) };
+        let value = Tensor::from_f32(self.cache, &value_axes, &values);
         let lens: Vec<i32> = self.requests.iter().map(|(len, _)| *len as i32).collect();
         let mut starts = vec![0];
         self.requests.iter().for_each(|(_, rows)| starts.push(starts.last().unwrap() + *rows as i32));
