@@ -66,20 +66,24 @@ enum Verb {
     Logprobs(shardcheck_gsm8k::logprobs::LogprobsArgs),
     /// Judge one call of your own attention function, from a file of its tensors
     ///
-    /// No adapter: a safetensors file holds what the call was given and what it returned, and its metadata, under `shardcheck`, a JSON
-    /// header says what they are. Each element is judged by its own interval, derived from the values that the block table
-    /// really addresses and from a rounding contract (bf16, f16, f32, fp8, or one in full). A failure names token, head, rank and
-    /// stage, and the known slip that gives what was seen.
+    /// No adapter: a safetensors file holds what the call was given and what it returned, and the key
+    /// `shardcheck` of its metadata holds a JSON header, as text, that says what they are. Each element
+    /// is judged by its own interval, derived from the values that the block table really addresses and
+    /// from a rounding contract (bf16, f16, f32, fp8, or one in full). A failure names token, head, rank
+    /// and stage, and the known slip that gives what was seen.
     ///
-    /// From Python, `shardcheck.assert_decode`, `assert_verify`, `assert_merge` and `assert_layout` write the file and call this verb. By hand:
+    /// From Python, `shardcheck.assert_decode`, `assert_verify`, `assert_merge` and `assert_layout` write
+    /// the file and call this verb. By hand, a header and the tensors of each check:
     ///
-    ///     metadata  {"shardcheck": "{\"schema_version\": 1, \"check\": \"decode\", \"softmax_scale\": 0.0721, \"kv_lora_rank\": 512}"}
-    ///     decode    q [T,H,D], kv_cache [blocks,B,D] (or key_cache and value_cache), block_table, seq_lens, out, lse
-    ///     verify    the same, with query_start_loc where requests have different numbers of rows; "mask": "bidirectional"
-    ///     merge     partial_out [N,T,H,D], partial_lse [N,T,H], out, lse
-    ///     layout    seq_lens, and any of local_lens, slot_mapping (with block_table), row_lens
+    ///   {"schema_version": 1, "check": "decode", "softmax_scale": 0.07, "kv_lora_rank": 512}
     ///
-    /// docs/check.md has every field. Exit codes: 0 passes, 1 fails, 2 the file is wrong, 3 nothing can be decided.
+    ///   decode  q [T,H,D], kv_cache [blocks,B,D] (or key_cache and value_cache), block_table,
+    ///           seq_lens, out, lse
+    ///   verify  the same, with query_start_loc for ragged rows; "mask": "bidirectional"
+    ///   merge   partial_out [N,T,H,D], partial_lse [N,T,H], out, lse
+    ///   layout  seq_lens, and any of local_lens, slot_mapping (with block_table), row_lens
+    ///
+    /// docs/check.md has every field. Exit codes: 0 passes, 1 fails, 2 the file is wrong, 3 undecided.
     #[command(hide = true, verbatim_doc_comment)]
     Check(commands::check::Args),
     /// Say what this machine and an engine can do

@@ -63,17 +63,25 @@ fn what_the_embedded_engine_answers_passes() {
 #[test]
 fn known_faults_of_the_embedded_engine_are_failed_and_named() {
     let program = Program::new();
-    for (name, hypothesis) in
-        [("committed-prefix-rows", "committed-prefix-only"), ("first-rank-weighs-too-much", "")]
-    {
+    for (name, hypothesis) in [
+        ("committed-prefix-rows", "committed-prefix-only"),
+        ("no-mask-between-rows", "no-causal-mask"),
+        ("length-ignores-interleave", "other-interleave"),
+        ("ranks-averaged", "partials-averaged"),
+        ("merge-in-base-2", "merge-base"),
+        ("lse-base-2-as-natural", "merge-base"),
+        ("merged-lse-of-the-first-rank", "lse-of-rank"),
+        ("score-scale-twice", "softmax-scale-twice"),
+    ] {
         program.write("faulty", image(LATENT, Some(name)));
         let outcome = program.expect(1, &["check", "--json", "faulty"]);
         let value: serde_json::Value = serde_json::from_str(&outcome.out).expect("one JSON value");
         assert_eq!(value["status"], "fail");
-        if !hypothesis.is_empty() {
-            let first = &value["diagnosis"]["explanations"][0];
-            assert_eq!(first["hypothesis"], hypothesis, "{}", value["text"]);
-        }
+        assert_eq!(
+            value["diagnosis"]["explanations"][0]["hypothesis"], hypothesis,
+            "{name}: {}",
+            value["text"]
+        );
         assert!(value["text"].as_str().unwrap().starts_with("verify fails\n"), "{value}");
     }
 }
