@@ -76,6 +76,28 @@ enum Verb {
     Adapter(commands::adapter::Args),
     /// Fetch published engines whose own code can be judged
     Engines(commands::engines::Args),
+    /// Judge one call of your own attention function, from a file of its tensors
+    ///
+    /// No adapter: a safetensors file holds what the call was given and what it returned, and the key
+    /// `shardcheck` of its metadata holds a JSON header, as text, that says what they are. Each element
+    /// is judged by its own interval, derived from the values that the block table really addresses and
+    /// from a rounding contract (bf16, f16, f32, fp8, or one in full). A failure names token, head, rank
+    /// and stage, and the known slip that gives what was seen.
+    ///
+    /// From Python, `shardcheck.assert_decode`, `assert_verify`, `assert_merge` and `assert_layout` write
+    /// the file and call this verb. By hand, a header and the tensors of each check:
+    ///
+    ///   {"schema_version": 1, "check": "decode", "softmax_scale": 0.07, "kv_lora_rank": 512}
+    ///
+    ///   decode  q [T,H,D], kv_cache [blocks,B,D] (or key_cache and value_cache), block_table,
+    ///           seq_lens, out, lse
+    ///   verify  the same, with query_start_loc for ragged rows; "mask": "bidirectional"
+    ///   merge   partial_out [N,T,H,D], partial_lse [N,T,H], out, lse
+    ///   layout  seq_lens, and any of local_lens, slot_mapping (with block_table), row_lens
+    ///
+    /// docs/check.md has every field. Exit codes: 0 passes, 1 fails, 2 the file is wrong, 3 undecided.
+    #[command(hide = true, verbatim_doc_comment)]
+    Check(commands::check::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),
 }
@@ -160,6 +182,7 @@ pub fn main() -> Exit {
         Verb::Logprobs(args) => commands::gsm8k::run(shardcheck_gsm8k::logprobs::run(&args)),
         Verb::Adapter(args) => commands::adapter::run(&args),
         Verb::Engines(args) => commands::engines::run(&args),
+        Verb::Check(args) => commands::check::run(&args),
         Verb::Doctor(args) => commands::doctor::run(&args),
     };
     outcome.unwrap_or_else(|error| {

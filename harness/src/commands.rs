@@ -2,6 +2,7 @@
 
 pub mod adapter;
 pub mod bench;
+pub mod check;
 pub mod diagnose;
 pub mod diff;
 pub mod doctor;

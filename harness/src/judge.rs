@@ -191,6 +191,11 @@ impl Comparison {
         &self.broken
     }
 
+    /// Flat index of the worst element; `None` where nothing was compared.
+    pub fn worst_index(&self) -> Option<usize> {
+        self.worst.map(|(index, ..)| index)
+    }
+
     /// What the usual fixed rule would have said.
     pub fn fixed_rule(&self) -> FixedRule {
         self.fixed

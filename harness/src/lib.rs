@@ -4,6 +4,7 @@ mod attribute;
 pub mod bench;
 pub mod boundary;
 pub mod bugs;
+pub mod check;
 pub mod claims;
 pub mod cli;
 pub mod commands;

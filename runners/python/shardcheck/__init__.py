@@ -2,6 +2,16 @@
 (docs/adapters.md).
 """
 
+from shardcheck.asserts import (
+    BinaryNotFound,
+    CheckError,
+    CheckFailed,
+    CheckUndecided,
+    assert_decode,
+    assert_layout,
+    assert_merge,
+    assert_verify,
+)
 from shardcheck.configuration import Attention, Configuration
 from shardcheck.engine import (
     DeviceLost,
@@ -20,6 +30,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Attention",
+    "BinaryNotFound",
+    "CheckError",
+    "CheckFailed",
+    "CheckUndecided",
     "Configuration",
     "Contract",
     "Conventions",
@@ -35,6 +49,10 @@ __all__ = [
     "Tensor",
     "TimedOut",
     "Unsupported",
+    "assert_decode",
+    "assert_layout",
+    "assert_merge",
+    "assert_verify",
     "unwritten",
     "__version__",
 ]
