@@ -10,3 +10,4 @@ mod killing;
 mod matrices;
 mod program;
 mod running;
+mod scripts;
