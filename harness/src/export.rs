@@ -17,6 +17,8 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::{Contract, Dtype, Merge, Overflow};
 
+pub(crate) use plan::{Pass, pass_of};
+
 pub use decide::{Decided, decide, read_manifest};
 pub use write::export;
 

@@ -10,6 +10,7 @@ pub mod cli;
 pub mod commands;
 pub mod diagnose;
 pub mod diff;
+pub mod emit;
 pub mod engines;
 pub mod event;
 pub mod execute;

@@ -46,10 +46,12 @@ pub struct Reason {
     pub count: usize,
 }
 
+/// Number of checks by verdict and reason.
+type Reasons = BTreeMap<(Status, String), usize>;
+
 /// The table of a run, families in the order in which an engine is brought up.
 pub fn table_of(cases: &[CaseResult]) -> Vec<TableRow> {
-    let mut rows: BTreeMap<(usize, &str, &str), (TableRow, BTreeMap<(Status, String), usize>)> =
-        BTreeMap::new();
+    let mut rows: BTreeMap<(usize, &str, &str), (TableRow, Reasons)> = BTreeMap::new();
     for result in cases {
         let family = family_of(&result.id);
         let place = Family::ALL.into_iter().position(|known| known.name() == family);
@@ -127,7 +129,7 @@ fn reason_of(check: &Check) -> Option<String> {
     }
 }
 
-fn most_frequent(reasons: BTreeMap<(Status, String), usize>) -> Vec<Reason> {
+fn most_frequent(reasons: Reasons) -> Vec<Reason> {
     let mut list: Vec<Reason> =
         reasons.into_iter().map(|((status, text), count)| Reason { status, text, count }).collect();
     list.sort_by_key(|reason| (std::cmp::Reverse(reason.status), std::cmp::Reverse(reason.count)));

@@ -9,13 +9,15 @@ use crate::cli::CommandError;
 use crate::commands::reporting::full_text;
 use crate::commands::{print, read_case};
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
+use crate::emit::script;
 use crate::engines::{self, EngineArgs};
 use crate::nearest::nearest;
-use crate::recording::Recorder;
+use crate::recording::{Recorder, Recording};
 use crate::run::judge_case;
-use crate::run_directory::resolve;
+use crate::run_directory::{CASES_FOLDER, case_folder_name, resolve};
 use crate::select::SelectError;
 use crate::status::Exit;
+use crate::store;
 
 /// Options of `replay`.
 #[derive(Debug, clap::Args)]
@@ -47,6 +49,11 @@ pub struct Args {
     #[arg(long)]
     no_diagnose: bool,
 
+    /// Write the case as a Python script for whoever mends the engine, and judge nothing: inputs, a plain numpy reference, what is
+    /// allowed of each element, a marked place for a call. Holds what was seen, where that was recorded
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "property"])]
+    emit_python: Option<PathBuf>,
+
     /// Print the result as JSON, without a diagnosis (`shardcheck diagnose --json` has it for a run)
     #[arg(long)]
     json: bool,
@@ -68,6 +75,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
                 nearest: nearest(property, known).map(str::to_owned),
             }));
         }
+    }
+    if let Some(file) = &args.emit_python {
+        return emit(args, file);
     }
     let Found { cases, fault: injected, engine: of_the_run } = find(args)?;
     let fault = args.fault.clone().or(injected);
@@ -113,6 +123,57 @@ struct Found {
     fault: Option<String>,
     /// The engine of that run, where it is not the embedded one.
     engine: Option<String>,
+}
+
+/// Writes the script of a case: with what was recorded of it, or with what the engine answers now when a fault or an engine is named.
+fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
+    let Found { cases, fault: injected, .. } = find(args)?;
+    let case = &cases[0];
+    if cases.len() > 1 {
+        eprintln!("the first of {} failed cases: {}", cases.len(), case.id());
+    }
+    let recording = match stored(args, case)? {
+        Some(recording) => recording,
+        None => {
+            let fault = args.fault.clone().or(injected);
+            let engine = engines::open(&args.engine, fault.as_deref(), args.timeout_s)?;
+            let recorder = Recorder::new(&*engine);
+            let result = judge_case(case, &recorder, &|_| true);
+            eprintln!("holds what {} answers now: {}", args.engine.name(), result.status);
+            recorder.recording()
+        }
+    };
+    let archive = file.with_extension("npz");
+    let archive_name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
+    let script =
+        script(case, &recording.profile, Some(&recording), &archive_name).map_err(CommandError::usage)?;
+    let put = |path: &Path, bytes: &[u8]| {
+        std::fs::write(path, bytes)
+            .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))
+    };
+    put(file, script.text.as_bytes())?;
+    if let Some(bytes) = &script.archive {
+        put(&archive, bytes)?;
+        eprintln!("arrays lie in {}: keep it beside the script", archive.display());
+    }
+    eprintln!(
+        "wrote {}: put a call into its `engine`, and run it with python3 and numpy; --self tries the reference, --seen what was recorded",
+        file.display()
+    );
+    Ok(Exit::Passed)
+}
+
+/// What was recorded of the case, in its own folder or in that of the run.
+fn stored(args: &Args, case: &Case) -> Result<Option<Recording>, CommandError> {
+    let path = Path::new(&args.what);
+    let folder = if path.join("recording.json").is_file() {
+        path.to_owned()
+    } else {
+        let Ok(run) = resolve(&args.runs, &args.what) else { return Ok(None) };
+        run.join(CASES_FOLDER).join(case_folder_name(&case.id()))
+    };
+    let (_, recording) = store::read(&folder).map_err(CommandError::usage)?;
+    Ok(Some(recording))
 }
 
 fn find(args: &Args) -> Result<Found, CommandError> {

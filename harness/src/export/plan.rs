@@ -9,13 +9,13 @@ use crate::material::Material;
 use crate::recording::{Answered, Recorder, StepRecord};
 
 /// A pass.
-pub(super) struct Pass {
+pub(crate) struct Pass {
     pub configuration: Configuration,
     pub steps: Vec<Step>,
 }
 
 /// One step of a pass.
-pub(super) struct Step {
+pub(crate) struct Step {
     pub request: StepRequest,
     /// Contiguous copies: a file holds no strides.
     pub inputs: Tensors,
@@ -27,7 +27,7 @@ pub(super) struct Step {
 ///
 /// # Errors
 /// Why files can't ask the case.
-pub(super) fn pass_of(case: &Case, profile: &Profile) -> Result<Pass, String> {
+pub(crate) fn pass_of(case: &Case, profile: &Profile) -> Result<Pass, String> {
     if matches!(case.body, Body::Rules(_)) {
         return Err("settings are asked of a running engine, not of files".to_owned());
     }

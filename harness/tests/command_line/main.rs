@@ -11,4 +11,5 @@ mod killing;
 mod matrices;
 mod program;
 mod running;
+mod scripts;
 mod supervising;

@@ -1,0 +1,227 @@
+#!/usr/bin/env python3
+"""One case of a context-parallel attention engine by itself: inputs, a plain reference, what is allowed. Needs numpy and nothing else.
+
+Put your call into `engine` below and run this file: it ends with 0 when every element is allowed, with 1 and the worst elements when not.
+`--self` holds the reference against what is allowed, `--seen` what the engine answered when the case was recorded. The program that wrote this file is
+shardcheck; `shardcheck explain operations` says what each tensor holds.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+DATA = json.loads(r"""@DATA@""")
+
+# ------------------------------------------------------------------------------------------------------------------
+# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 values as float32, exactly), and for
+# attention `inputs["writes"]`: the tensors of the KV writes before it, in order. CONFIGURATION has the sizes. Return the outputs by
+# name, all ranks on the first axis, as WANTED lists them.
+
+
+def engine(inputs: dict) -> dict:
+    """What your code gives for the inputs."""
+    raise NotImplementedError("put your call here")
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# Nothing below needs a change.
+
+FLOATS = {"f64": "<f8", "f32": "<f4", "f16": "<f2", "i64": "<i8", "i32": "<i4", "u16": "<u2", "u8": "|u1"}
+SIGNIFICANT_BITS = {"bf16": 8, "f16": 11, "f32": 24}
+
+
+def load_archive() -> dict:
+    """Arrays that lie beside this file, where they are too large to lie in it."""
+    name = DATA["archive"]
+    return dict(np.load(Path(__file__).resolve().parent / name)) if name else {}
+
+
+ARCHIVE = load_archive()
+
+
+def array(entry: dict) -> np.ndarray:
+    """An embedded array; bf16 as the float32 that it is the upper half of."""
+    raw = ARCHIVE[entry["key"]].tobytes() if "key" in entry else base64.b64decode(entry["base64"])
+    if entry["dtype"] == "bf16":
+        bits = np.frombuffer(raw, "<u2").astype(np.uint32) << 16
+        return bits.view(np.float32).reshape(entry["shape"])
+    return np.frombuffer(raw, FLOATS[entry["dtype"]]).reshape(entry["shape"]).copy()
+
+
+def arrays(entries: dict) -> dict:
+    """Embedded arrays by name."""
+    return {name: array(entry) for name, entry in entries.items()}
+
+
+CASE = DATA["case"]
+FAMILY = DATA["family"]
+CONFIGURATION = DATA["configuration"]
+WANTED = DATA["wanted"]
+
+
+def inputs_of_case() -> dict:
+    """What `engine` is given."""
+    inputs = arrays(DATA["inputs"])
+    if DATA["writes"]:
+        inputs["writes"] = [arrays(write) for write in DATA["writes"]]
+    return inputs
+
+
+def softmax_state(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, float]:
+    """Attention output and natural LSE of one row; zeros and -inf where nothing is visible."""
+    if scores.size == 0:
+        return np.zeros(values.shape[1]), -np.inf
+    most = scores.max()
+    weights = np.exp(scores - most)
+    return weights @ values / weights.sum(), most + np.log(weights.sum())
+
+
+def reference_attention() -> dict:
+    """Global attention in float64 over the keys and values as the cache holds them, rank r keeping heads [r*H, (r+1)*H)."""
+    own = DATA["attention"]
+    query = array(own["query"]).astype(np.float64)
+    keys = [array(entry).astype(np.float64) for entry in own["keys"]]
+    values = [array(entry).astype(np.float64) for entry in own["values"]]
+    up = array(own["w_uv"]).astype(np.float64) if own["w_uv"] else None
+    ranks, heads, gathered, kv_heads = (own[name] for name in ("ranks", "heads", "gathered_heads", "kv_heads"))
+    rows = len(own["rows"])
+    width = up.shape[2] if up is not None else own["value_dim"]
+    out, lse = np.zeros((ranks, rows, heads, width)), np.full((ranks, rows, heads), -np.inf)
+    for row, place in enumerate(own["rows"]):
+        if place is None:
+            continue
+        request, visible = place
+        for head in range(ranks * heads):
+            kv = head % gathered * kv_heads // gathered
+            seen_keys = keys[request][:visible, kv]
+            seen_values = values[request][:visible, kv] if values else seen_keys[:, : own["value_dim"]]
+            state, scale = softmax_state(seen_keys @ query[row, head] * own["softmax_scale"], seen_values)
+            at = (head // heads, row, head % heads)
+            out[at] = state @ up[head] if up is not None else state
+            lse[at] = scale
+    return {"out": out, "lse": lse}
+
+
+def merged(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Merge of states on the first axis; a state whose LSE is not finite is empty, whatever its output holds."""
+    counts = np.isfinite(lses)
+    most = np.where(counts, lses, -np.inf).max(axis=0)
+    some = np.isfinite(most)
+    base = np.where(some, most, 0.0)
+    weights = np.where(counts, np.exp(np.where(counts, lses, 0.0) - base), 0.0)
+    total = weights.sum(axis=0)
+    safe = np.where(some, total, 1.0)
+    terms = np.where(counts[..., None], outs, 0.0) * weights[..., None]
+    return terms.sum(axis=0) / safe[..., None], np.where(some, base + np.log(safe), -np.inf)
+
+
+def reference_merge() -> dict:
+    """The merge in float64: of two states, or over ranks, rank j keeping heads [j*H, (j+1)*H)."""
+    inputs = {name: value.astype(np.float64) for name, value in inputs_of_case().items()}
+    if FAMILY == "merge_states":
+        outs = np.stack([inputs["prefix_out"], inputs["suffix_out"]])
+        out, lse = merged(outs, np.stack([inputs["prefix_lse"], inputs["suffix_lse"]]))
+        return {"out": out[None], "lse": lse[None]}
+    out, lse = merged(inputs["partial_out"], inputs["partial_lse"])
+    ranks, heads = len(inputs["partial_out"]), out.shape[1] // len(inputs["partial_out"])
+    split = [slice(rank * heads, (rank + 1) * heads) for rank in range(ranks)]
+    return {"out": np.stack([out[:, own] for own in split]), "lse": np.stack([lse[:, own] for own in split])}
+
+
+def reference_layout() -> dict:
+    """len(L, r) = (L div S*W) * S + clamp(L mod S*W - r*S, 0, S), r being the rank in its group of W."""
+    lens = inputs_of_case()["seq_lens"].astype(np.int64)
+    size, world = CONFIGURATION["interleave"], CONFIGURATION["dcp"]
+    ranks = np.arange(CONFIGURATION["tp"]) % world
+    whole, rest = lens // (size * world), lens % (size * world)
+    return {"local_lens": whole * size + np.clip(rest - ranks[:, None] * size, 0, size)}
+
+
+def reference() -> dict:
+    """What is expected, not rounded."""
+    if FAMILY == "layout":
+        return reference_layout()
+    return reference_merge() if FAMILY.startswith("merge") else reference_attention()
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Values rounded once to a float type, to nearest with ties to even."""
+    if dtype not in SIGNIFICANT_BITS:
+        return values
+    fraction, exponent = np.frexp(values)
+    bits = SIGNIFICANT_BITS[dtype]
+    return np.ldexp(np.rint(np.ldexp(fraction, bits)), exponent - bits)
+
+
+def honest() -> dict:
+    """The reference as an engine would return it: in the types that are asked for."""
+    return {name: rounded(value, WANTED[name]["dtype"]) for name, value in reference().items()}
+
+
+def place(name: str, flat: int) -> str:
+    """An element's place in words."""
+    axes = ["rank", "row" if name != "local_lens" else "request", "head", "dim"]
+    index = np.unravel_index(flat, WANTED[name]["shape"])
+    return f"{name} at " + ", ".join(f"{axis} {at}" for axis, at in zip(axes, index))
+
+
+def line(name: str, flat: int) -> str:
+    """What is expected and allowed of an element; a low of NaN means that anything is."""
+    allowed = {key: array(WANTED[name][key]).reshape(-1)[flat] for key in ("expected", "low", "high")}
+    return f"{place(name, flat)}: expected {allowed['expected']!s}, allowed {allowed['low']!s} .. {allowed['high']!s}"
+
+
+def verdict(outputs: dict, whose: str) -> int:
+    """Prints what is wrong with outputs; the exit code."""
+    wrong = 0
+    for name, wanted in WANTED.items():
+        if name not in outputs:
+            print(f"{whose}: {name} is missing")
+            wrong += 1
+            continue
+        seen = np.asarray(outputs[name], dtype=np.float64)
+        if list(seen.shape) != wanted["shape"]:
+            print(f"{whose}: {name} has shape {list(seen.shape)}, expected {wanted['shape']}")
+            wrong += 1
+            continue
+        low, high, expected = array(wanted["low"]), array(wanted["high"]), array(wanted["expected"])
+        inside = (low <= seen) & (seen <= high) | np.isnan(low)
+        off = np.abs(np.where(np.isfinite(seen), seen, np.inf) - np.where(np.isfinite(expected), expected, 0.0))
+        bad = np.flatnonzero(~inside)
+        wrong += len(bad)
+        for flat in sorted(bad, key=lambda at: -off.reshape(-1)[at])[:10]:
+            print(f"{whose}: seen {seen.reshape(-1)[flat]!s}; {line(name, flat)}")
+        print(f"{whose}: {name}: {len(bad)} of {seen.size} elements are not allowed")
+    return 1 if wrong else 0
+
+
+def main() -> int:
+    """Runs what the command line asks for."""
+    print(CASE)
+    if "--self" in sys.argv:
+        return verdict(honest(), "reference")
+    if "--seen" in sys.argv:
+        if not DATA["seen"]:
+            print("nothing was recorded with this case")
+            return 2
+        return verdict(arrays(DATA["seen"]), "seen")
+    try:
+        outputs = engine(inputs_of_case())
+    except NotImplementedError as missing:
+        for name, wanted in WANTED.items():
+            for flat in range(min(8, int(np.prod(wanted["shape"])))):
+                print(line(name, flat))
+        if DATA["seen"]:
+            verdict(arrays(DATA["seen"]), "seen")
+        print(missing)
+        return 2
+    return verdict(outputs, "engine")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
