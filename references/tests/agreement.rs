@@ -176,8 +176,13 @@ fn assert_same_part(fast: &Part, defined: &Part) {
     assert!(fast.rival_a >= defined.rival_a, "{:?} {:?}", fast.rival_a, defined.rival_a);
 }
 
+/// Random problems a property: 300, or as many as `PROPTEST_CASES` says.
+fn cases() -> u32 {
+    std::env::var("PROPTEST_CASES").ok().and_then(|text| text.parse().ok()).unwrap_or(300)
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: cases(), failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn definition_fast_form_and_merged_ranks_agree(shape in shapes()) {
