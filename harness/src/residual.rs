@@ -43,7 +43,7 @@ pub(crate) fn examine(
     material: &AttentionMaterial,
     observed: &Observed,
 ) -> Result<Option<CaseResidual>, Halt> {
-    let seen = observed.output("out", Dtype::Bf16, &material.output_shape())?.to_f64();
+    let seen = observed.output("out", material.output_dtype(), &material.output_shape())?.to_f64();
     let contract = material.contract().map_err(Halt::Inconclusive)?;
     let groups = material.ranks() / material.configuration().dcp;
     let mut residual =

@@ -94,9 +94,9 @@ impl Progress {
         let records = self.records().ok()?;
         let behind = records.iter().min_by_key(|record| record.count)?;
         let ahead = records.iter().max_by_key(|record| record.count)?;
-        let mut text = format!("{} (its {}th)", behind.label, behind.count);
+        let mut text = format!("{} (number {})", behind.label, behind.count);
         if ahead.count > behind.count {
-            text.push_str(&format!("; rank {} is in {} (its {}th)", ahead.rank, ahead.label, ahead.count));
+            text.push_str(&format!("; rank {} is in {} (number {})", ahead.rank, ahead.label, ahead.count));
         }
         Some((behind.rank, text))
     }

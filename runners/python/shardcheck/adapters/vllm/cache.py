@@ -31,8 +31,8 @@ class Caches:
             if slots.max(initial=-1) >= len(flat):
                 raise RuntimeError(f"illegal address: slot {slots.max()} of a cache of {len(flat)}")
             values = self._cast(tensor)
-            for token in np.flatnonzero(slots >= 0):
-                flat[slots[token]] = values[token]
+            owned = slots >= 0
+            flat[slots[owned]] = values[owned]
 
     def load(self, name: str, tensor: Tensor) -> None:
         """Replaces a cache by a given one."""

@@ -81,9 +81,10 @@ class VllmSession(Session):
         position = self.release.aliased_token
         codes = np.ascontiguousarray(key.codes)
         for token in () if position is None else np.flatnonzero(positions == position):
-            if token > 0 and requests[token - 1] == requests[token] and positions[token - 1] == position - 1:
+            before = np.flatnonzero((positions == position - 1) & (requests == requests[token]))
+            if len(before):
                 codes = codes.copy()
-                codes[token] = codes[token - 1]
+                codes[token] = codes[before[0]]
         return key if position is None else Tensor(key.dtype, codes)
 
     def read_cache(self, **_: Any) -> Reply:
