@@ -173,6 +173,11 @@ fn variant(
     let (observed, _) = attend(laboratory.engine, &other)?;
     if let Some(key) = differs_in {
         let (a, b) = (base.reply.effective.get(key), observed.reply.effective.get(key));
+        if a.is_none() && b.is_none() {
+            return Err(Halt::Unsupported(format!(
+                "the engine does not report {key}, so nothing shows that two runs differ in it"
+            )));
+        }
         if a == b {
             let path = a.unwrap_or("not reported");
             return Err(Halt::Inconclusive(format!(
