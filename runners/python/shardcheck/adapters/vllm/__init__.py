@@ -11,7 +11,9 @@ v1|v2` (whose lengths and slots: the older model runner's, or the kernels of the
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,13 @@ _CHOICES = {
 
 
 def make_release(folder: str, device: str, runner: str) -> Any:
-    """A `Release` in this process; raises `Unsupported` where it lacks what `runner` asks for."""
+    """A `Release` in this process; raises `Unsupported` where torch, Triton or what `runner` asks for is missing."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for module in ("torch", "triton"):
+        if importlib.util.find_spec(module) is None:
+            raise Unsupported(
+                f"the engine's code needs {module}, which {sys.executable} doesn't have: install it"
+            )
     import torch
 
     from shardcheck.adapters.vllm.release import Release
