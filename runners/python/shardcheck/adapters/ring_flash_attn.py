@@ -32,9 +32,7 @@ class MergeSession(shardcheck.Session):
         self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor
     ) -> dict[str, Any]:
         """Folds the suffix into the prefix."""
-        out, lse = self._fold(
-            [(prefix_out.torch(), prefix_lse.torch()), (suffix_out.torch(), suffix_lse.torch())]
-        )
+        out, lse = self._fold([(prefix_out.torch(), prefix_lse.torch()), (suffix_out.torch(), suffix_lse.torch())])
         return {"out": out[None].to(prefix_out.torch().dtype), "lse": lse[None]}
 
     def merge_partials(self, partial_out: Tensor, partial_lse: Tensor) -> dict[str, Any]:
@@ -64,12 +62,9 @@ class Engine(shardcheck.Engine):
     name = "ring-flash-attn"
     # out − σ·(out − block) multiplies what an empty block holds by zero, so the block must hold zeros
     operations = {
-        "merge_states": Operation(
-            contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")
-        ),
+        "merge_states": Operation(contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")),
         "merge_partials": Operation(
-            contract=Contract.f32("f32", merge="a2a", partial="f32"),
-            conventions=Conventions(empty_partial="zero"),
+            contract=Contract.f32("f32", merge="a2a", partial="f32"), conventions=Conventions(empty_partial="zero")
         ),
     }
     own_steps = (

@@ -39,7 +39,8 @@ _CHOICES = {
 
 
 def make_release(folder: str, device: str, runner: str) -> Any:
-    """A `Release` in this process; raises `Unsupported` where torch, Triton or what `runner` asks for is missing."""
+    """A `Release` in this process; raises `Unsupported` where torch, Triton or what `runner` asks for is
+    missing."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in ("torch", "triton"):
         if importlib.util.find_spec(module) is None:
