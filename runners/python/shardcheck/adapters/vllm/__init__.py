@@ -13,7 +13,9 @@ engine|f32` (LSEs of partials as the backend has them, in the query's type, or i
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +42,14 @@ _CHOICES = {
 
 
 def make_release(folder: str, device: str, runner: str) -> Any:
-    """A `Release` in this process; raises `Unsupported` where it lacks what `runner` asks for."""
+    """A `Release` in this process; raises `Unsupported` where torch, Triton or what `runner` asks for is
+    missing."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    for module in ("torch", "triton"):
+        if importlib.util.find_spec(module) is None:
+            raise Unsupported(
+                f"the engine's code needs {module}, which {sys.executable} doesn't have: install it"
+            )
     import torch
 
     from shardcheck.adapters.vllm.release import Release
