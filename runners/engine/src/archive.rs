@@ -7,7 +7,8 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use safetensors::{Dtype as StoredDtype, SafeTensors, tensor::TensorView};
+use safetensors::tensor::{TensorInfo, TensorView};
+use safetensors::{Dtype as StoredDtype, SafeTensors};
 use serde::{Deserialize, Serialize};
 use shardcheck_formats::Dtype;
 
@@ -93,18 +94,20 @@ pub fn unpack_file(file: &File, strided: &StridedViews) -> Result<Tensors, Archi
     if header > length.saturating_sub(8).min(MAX_HEADER_BYTES) {
         return Err(ArchiveError::of(format!("a header of {header} bytes in a file of {length}")));
     }
-    let mut image = vec![0u8; 8 + header as usize];
-    file.read_exact_at(&mut image, 0).map_err(ArchiveError::of)?;
-    let (_, metadata) = SafeTensors::read_metadata(&image).map_err(ArchiveError::of)?;
+    let mut text = vec![0u8; header as usize];
+    file.read_exact_at(&mut text, 8).map_err(ArchiveError::of)?;
+    let entries: BTreeMap<String, serde_json::Value> =
+        serde_json::from_slice(&text).map_err(ArchiveError::of)?;
     let mut tensors = Tensors::new();
-    for (name, info) in metadata.tensors() {
-        let (start, end) = info.data_offsets;
-        let reaches = (end as u64).checked_add(image.len() as u64).is_some_and(|end| end <= length);
-        if start > end || !reaches {
+    for (name, entry) in entries.into_iter().filter(|(name, _)| name != "__metadata__") {
+        let info: TensorInfo =
+            serde_json::from_value(entry).map_err(|error| named(&name, &error.to_string()))?;
+        let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
+        if start > end || end > length - 8 - header {
             return Err(named(&name, "it reaches beyond the end of the file"));
         }
-        let mut bytes = vec![0u8; end - start];
-        file.read_exact_at(&mut bytes, (image.len() + start) as u64).map_err(ArchiveError::of)?;
+        let mut bytes = vec![0u8; (end - start) as usize];
+        file.read_exact_at(&mut bytes, 8 + header + start).map_err(ArchiveError::of)?;
         let tensor = placed(info.dtype, &info.shape, bytes, strided.get(&name));
         tensors.insert(&name, tensor.map_err(|reason| named(&name, &reason))?);
     }
