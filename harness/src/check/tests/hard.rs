@@ -73,6 +73,22 @@ fn a_row_that_reads_the_poison_behind_its_end_is_told_so() {
 }
 
 #[test]
+fn a_call_without_a_row_proves_nothing() {
+    let scene = Scene::latent(1, 1, &[(9, 0)]);
+    let report = scene.report(&Slip::none());
+    assert_eq!((report.status, report.compared), (Status::Inconclusive, 0), "{report}");
+}
+
+#[test]
+fn counts_that_no_machine_has_are_refused_before_they_cost_anything() {
+    let mut scene = Scene::latent(1, 1, &[(9, 1)]);
+    let inputs = scene.inputs();
+    scene.header.world = usize::MAX;
+    let error = check(&pack(&scene.header, &inputs.tensors).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("4096"), "{error}");
+}
+
+#[test]
 fn padding_rows_are_not_judged() {
     let scene = Scene::latent(1, 1, &[(9, 1), (12, 1)]);
     let inputs = scene.inputs();
