@@ -465,6 +465,8 @@ def _judged(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise BinaryNotFound(f"{binary} can't be run: {error}") from None
+        if done.returncode == _USAGE and "unrecognized subcommand" in done.stderr:
+            raise BinaryNotFound(f"{binary} is older than this package, and knows no `check`: build it anew")
         if done.returncode == _USAGE:
             raise CheckError(done.stderr.strip().removeprefix("error: "))
         if done.returncode not in (0, _FAILED, _UNDECIDED):

@@ -27,7 +27,9 @@ def _program() -> str | None:
     """The program that judges: named, built in this checkout, or on PATH."""
     root = pathlib.Path(__file__).resolve().parents[3]
     built = [root / "target" / kind / "shardcheck" for kind in ("release", "debug")]
-    candidates = [os.environ.get("SHARDCHECK_BIN"), *map(str, built), shutil.which("shardcheck")]
+    # the one that was built last is the one that is being worked on
+    newest = sorted(filter(pathlib.Path.is_file, built), key=lambda path: -path.stat().st_mtime)
+    candidates = [os.environ.get("SHARDCHECK_BIN"), *map(str, newest), shutil.which("shardcheck")]
     return next((path for path in candidates if path and os.path.isfile(path)), None)
 
 
@@ -302,6 +304,13 @@ class Program(unittest.TestCase):
         with mock.patch.dict(os.environ, {"PATH": "", "SHARDCHECK_BIN": ""}):
             with self.assertRaisesRegex(BinaryNotFound, "cargo build --release"):
                 assert_layout([1], world_size=1, local_lens=[[1]])
+        with tempfile.TemporaryDirectory() as folder:
+            old = pathlib.Path(folder) / "shardcheck"
+            old.write_text("#!/bin/sh\necho \"error: unrecognized subcommand 'check'\" >&2\nexit 2\n")
+            old.chmod(0o755)
+            with mock.patch.dict(os.environ, {"SHARDCHECK_BIN": str(old)}):
+                with self.assertRaisesRegex(BinaryNotFound, "older than"):
+                    assert_layout([1], world_size=1, local_lens=[[1]])
         with mock.patch.dict(os.environ, {"SHARDCHECK_BIN": "/nowhere/shardcheck"}):
             with self.assertRaisesRegex(BinaryNotFound, "no file"):
                 assert_layout([1], world_size=1, local_lens=[[1]])
