@@ -19,6 +19,7 @@ from shardcheck.asserts import (
     assert_layout,
     assert_merge,
     assert_verify,
+    block_table_of,
 )
 from tests.skips import skip, torch_or_skip
 
@@ -297,6 +298,15 @@ class Layout(Judged):
             assert_layout([10, 3], slot_mapping=np.maximum(slots, 0), **given)
         with self.assertRaisesRegex(CheckError, "nothing to judge"):
             assert_layout([10, 3], **given)
+
+
+class PageLists(unittest.TestCase):
+    def test_ragged_page_lists_become_a_table_and_lengths(self):
+        table, lens = block_table_of([0, 2, 2, 5], [4, 1, 0, 3, 2], [3, 0, 8], page_size=8)
+        np.testing.assert_array_equal(table, [[4, 1, -1], [-1, -1, -1], [0, 3, 2]])
+        np.testing.assert_array_equal(lens, [11, 0, 24])
+        with self.assertRaisesRegex(CheckError, "ascending"):
+            block_table_of([0, 2, 1], [4, 1], [3, 1], page_size=8)
 
 
 class Program(unittest.TestCase):
