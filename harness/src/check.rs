@@ -39,6 +39,7 @@ pub use report::{Diagnosis, Explanation, FixedTolerance, Report};
 /// [`CheckError`] when the image, its header or a shape is wrong: nothing was judged then.
 pub fn check(image: &[u8]) -> Result<Report, CheckError> {
     let (header, tensors) = unpack(image)?;
+    header.check_world()?;
     match header.check {
         Subject::Decode | Subject::Verify => attention::judge(&call::Call::read(&header, &tensors)?),
         Subject::Merge => merges::judge(&header, &tensors),

@@ -12,6 +12,9 @@ use super::CheckError;
 /// Version of the header that this program reads and writes.
 pub const SCHEMA_VERSION: u32 = 1;
 
+/// Most ranks.
+const MOST_RANKS: usize = 4096;
+
 /// What is checked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -311,6 +314,19 @@ impl Header {
             positive(field, value)?;
         }
         Ok((self.k_scale, self.v_scale))
+    }
+
+    /// # Errors
+    /// There are more ranks than any machine has: each is counted through one by one.
+    pub fn check_world(&self) -> Result<(), CheckError> {
+        if self.world <= MOST_RANKS {
+            return Ok(());
+        }
+        Err(CheckError::Number {
+            field: "world",
+            value: self.world as f64,
+            wanted: "a count of ranks, up to 4096",
+        })
     }
 
     /// The factor on scores.

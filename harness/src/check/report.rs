@@ -121,6 +121,9 @@ impl Report {
 
     /// Settles the status: a failure counts more than what could not be decided.
     pub(super) fn settled(mut self) -> Self {
+        if self.compared == 0 && self.inconclusive.is_empty() {
+            self.inconclusive.push("nothing was compared: no row was given, or none is judged".to_owned());
+        }
         self.status = if !self.failures.is_empty() {
             Status::Fail
         } else if !self.inconclusive.is_empty() {

@@ -20,6 +20,26 @@ fn names(report: &Report) -> Vec<&str> {
     diagnosis.explanations.iter().map(|found| found.hypothesis.as_str()).collect()
 }
 
+/// Gives every tensor of a call in turn another shape and another type; how many calls were judged, and how many refused.
+pub(super) fn survived(header: &Header, good: &shardcheck_engine::Tensors) -> (usize, usize) {
+    let shapes: [&[usize]; 8] =
+        [&[], &[0], &[1], &[3, 0, 4], &[2, 8], &[1, 1, 1], &[2, 2, 2, 2], &[2, 1, 8, 1, 32]];
+    let (mut reports, mut errors) = (0, 0);
+    for (name, own) in good.iter() {
+        for shape in shapes.iter().copied().chain([own.shape()]) {
+            for dtype in Dtype::ALL {
+                let codes = vec![1; shape.iter().product()];
+                let changed = good.clone().with(name, Tensor::from_codes(dtype, shape, &codes));
+                match check(&pack(header, &changed).unwrap()) {
+                    Ok(_) => reports += 1,
+                    Err(error) => errors += usize::from(!error.to_string().is_empty()),
+                }
+            }
+        }
+    }
+    (reports, errors)
+}
+
 #[test]
 fn right_answers_pass_for_every_layout_and_kind_of_attention() {
     for (world, interleave) in [(1, 1), (2, 1), (3, 2), (4, 8)] {

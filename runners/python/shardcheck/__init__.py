@@ -11,6 +11,7 @@ from shardcheck.asserts import (
     assert_layout,
     assert_merge,
     assert_verify,
+    block_table_of,
 )
 from shardcheck.configuration import Attention, Configuration
 from shardcheck.engine import (
@@ -53,6 +54,7 @@ __all__ = [
     "assert_layout",
     "assert_merge",
     "assert_verify",
+    "block_table_of",
     "unwritten",
     "__version__",
 ]

@@ -94,8 +94,8 @@ def assert_decode(
       pair of both parts.
     * `kv_cache`. MLA (`kv_lora_rank` given): `[blocks, B, D]`. Otherwise the pair `(keys, values)`, each
       `[blocks, B, K, D]` (`layout="NHD"`) or `[blocks, K, B, D]` (`"HND"`), or both in one tensor
-      `[2, blocks, …]` or `[blocks, 2, …]`. With an axis of ranks in front, or a list of one cache a rank, each
-      rank's cache holds its own tokens, dealt in runs of `interleave`. One cache without that axis and
+      `[2, blocks, …]` or `[blocks, 2, …]`. With an axis of ranks in front, or a list of one cache a rank,
+      each rank's cache holds its own tokens, dealt in runs of `interleave`. One cache without that axis and
       `world_size > 1` is the whole context, of which the ranks had their shares.
     * `block_table` `[n, width]`, `seq_lens` `[n]`: tokens of each request, the new ones included;
       `query_start_loc` `[n + 1]` where requests have different numbers of rows (else `T / n` each). Rows
@@ -172,8 +172,8 @@ def assert_merge(
     """Asserts that `out` (and `lse`) is what partial results join to by their log-sum-exp.
 
     `partial_out` `[N, T, H, D]` and `partial_lse` `[N, T, H]` or `[N, H, T]` (or lists of N), `out`
-    `[T, H, D]` or with ranks in front as in `assert_decode`. A part with LSE −inf holds no token, and what stands
-    beside it is ignored. All LSEs are in `lse_base`.
+    `[T, H, D]` or with ranks in front as in `assert_decode`. A part with LSE −inf holds no token, and what
+    stands beside it is ignored. All LSEs are in `lse_base`.
     """
     header = _header("merge", contract, merge, lse_base, lse_layout, empty_rows)
     tensors = {
@@ -229,6 +229,26 @@ def assert_layout(
         "query_start_loc": query_start_loc,
     }
     return _judged(header, {name: _integers(value) for name, value in given.items() if value is not None})
+
+
+def block_table_of(
+    kv_indptr: Array, kv_indices: Array, kv_last_page_len: Array, page_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """`block_table` and `seq_lens` out of FlashInfer's ragged page lists.
+
+    Request `i` has the pages `kv_indices[kv_indptr[i]:kv_indptr[i + 1]]`, of which the last holds
+    `kv_last_page_len[i]` tokens. What a row has beyond its pages is −1, which no assertion reads.
+    """
+    starts, pages, last = (_integers(value).codes for value in (kv_indptr, kv_indices, kv_last_page_len))
+    ascending = starts.shape == (len(last) + 1,) and (np.diff(starts) >= 0).all()
+    if not ascending or starts[-1] > len(pages):
+        wanted = f"{len(last) + 1} ascending offsets into kv_indices"
+        raise CheckError(f"kv_indptr is {starts.tolist()}: give {wanted}")
+    counts = np.diff(starts)
+    table = np.full((len(last), max(int(counts.max(initial=0)), 1)), -1, np.int64)
+    for request, count in enumerate(counts):
+        table[request, :count] = pages[starts[request] : starts[request + 1]]
+    return table, np.where(counts > 0, (counts - 1) * page_size + last, 0)
 
 
 def _attention(check: str, **given: Any) -> dict[str, Any]:
@@ -403,7 +423,7 @@ def _float(value: Array, dtype: str | None) -> Tensor:
     except ValueError as error:
         raise CheckError(str(error)) from None
     if named.storage != DTYPES[tensor.dtype].storage:
-        raise CheckError(f"codes of {dtype} have {named.size_bytes} bytes each, those of {tensor.dtype} don't")
+        raise CheckError(f"codes of {dtype} have {named.size_bytes} bytes, those of {tensor.dtype} don't")
     return Tensor(named.name, tensor.codes)
 
 
@@ -465,6 +485,8 @@ def _judged(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any
             done = subprocess.run(command, capture_output=True, text=True, check=False)
         except OSError as error:
             raise BinaryNotFound(f"{binary} can't be run: {error}") from None
+        if done.returncode == _USAGE and "unrecognized subcommand" in done.stderr:
+            raise BinaryNotFound(f"{binary} is older than this package, and knows no `check`: build it anew")
         if done.returncode == _USAGE:
             raise CheckError(done.stderr.strip().removeprefix("error: "))
         if done.returncode not in (0, _FAILED, _UNDECIDED):

@@ -19,6 +19,7 @@ from shardcheck.asserts import (
     assert_layout,
     assert_merge,
     assert_verify,
+    block_table_of,
 )
 from tests.skips import skip, torch_or_skip
 
@@ -27,7 +28,9 @@ def _program() -> str | None:
     """The program that judges: named, built in this checkout, or on PATH."""
     root = pathlib.Path(__file__).resolve().parents[3]
     built = [root / "target" / kind / "shardcheck" for kind in ("release", "debug")]
-    candidates = [os.environ.get("SHARDCHECK_BIN"), *map(str, built), shutil.which("shardcheck")]
+    # the one that was built last is the one that is being worked on
+    newest = sorted(filter(pathlib.Path.is_file, built), key=lambda path: -path.stat().st_mtime)
+    candidates = [os.environ.get("SHARDCHECK_BIN"), *map(str, newest), shutil.which("shardcheck")]
     return next((path for path in candidates if path and os.path.isfile(path)), None)
 
 
@@ -297,11 +300,27 @@ class Layout(Judged):
             assert_layout([10, 3], **given)
 
 
+class PageLists(unittest.TestCase):
+    def test_ragged_page_lists_become_a_table_and_lengths(self):
+        table, lens = block_table_of([0, 2, 2, 5], [4, 1, 0, 3, 2], [3, 0, 8], page_size=8)
+        np.testing.assert_array_equal(table, [[4, 1, -1], [-1, -1, -1], [0, 3, 2]])
+        np.testing.assert_array_equal(lens, [11, 0, 24])
+        with self.assertRaisesRegex(CheckError, "ascending"):
+            block_table_of([0, 2, 1], [4, 1], [3, 1], page_size=8)
+
+
 class Program(unittest.TestCase):
     def test_without_the_program_the_error_says_how_to_get_it(self):
         with mock.patch.dict(os.environ, {"PATH": "", "SHARDCHECK_BIN": ""}):
             with self.assertRaisesRegex(BinaryNotFound, "cargo build --release"):
                 assert_layout([1], world_size=1, local_lens=[[1]])
+        with tempfile.TemporaryDirectory() as folder:
+            old = pathlib.Path(folder) / "shardcheck"
+            old.write_text("#!/bin/sh\necho \"error: unrecognized subcommand 'check'\" >&2\nexit 2\n")
+            old.chmod(0o755)
+            with mock.patch.dict(os.environ, {"SHARDCHECK_BIN": str(old)}):
+                with self.assertRaisesRegex(BinaryNotFound, "older than"):
+                    assert_layout([1], world_size=1, local_lens=[[1]])
         with mock.patch.dict(os.environ, {"SHARDCHECK_BIN": "/nowhere/shardcheck"}):
             with self.assertRaisesRegex(BinaryNotFound, "no file"):
                 assert_layout([1], world_size=1, local_lens=[[1]])

@@ -3,6 +3,7 @@
 use shardcheck_engine::{Tensor, Tensors};
 
 use super::*;
+use crate::check::tests::survived;
 use crate::check::{Subject, check, pack};
 use crate::status::Status;
 
@@ -148,4 +149,17 @@ fn a_wrong_integer_that_no_slip_gives_is_listed_with_its_place() {
     let text = report.to_string();
     assert!(text.contains("rank 1, request 1 of 8 tokens: 3 instead of 2"), "{text}");
     assert!(text.contains("no known explanation"), "{text}");
+}
+
+#[test]
+fn whatever_a_tensor_is_the_answer_is_a_report_or_an_error() {
+    let good = Tensors::new()
+        .with("seq_lens", Tensor::from_i32(&[3], &LENS.map(|len| len as i32)))
+        .with("query_start_loc", Tensor::from_i32(&[4], &[0, 3, 5, 6]))
+        .with("block_table", Tensor::from_i32(&[3, 3], &TABLE))
+        .with("local_lens", lens(|len, rank| owned(len, rank, RUN)))
+        .with("slot_mapping", by_row(masked))
+        .with("row_lens", by_row(|rank, _, position| owned(position + 1, rank, RUN)));
+    let (reports, errors) = survived(&header(), &good);
+    assert!(reports > 5 && errors > 500, "{reports} {errors}");
 }

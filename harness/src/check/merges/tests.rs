@@ -5,6 +5,7 @@ use shardcheck_formats::{Dtype, round};
 
 use super::*;
 use crate::check::tests::scene::Random;
+use crate::check::tests::survived;
 use crate::check::{Header, Subject, check, pack};
 use crate::status::Status;
 
@@ -138,4 +139,17 @@ fn a_part_with_nan_that_counts_makes_its_row_undecided() {
     let report = check(&pack(&Header::new(Subject::Merge), &tensors).unwrap()).unwrap();
     assert_eq!(report.status, Status::Inconclusive, "{report}");
     assert!(report.inconclusive[0].starts_with("row 0:"), "{report}");
+}
+
+#[test]
+fn whatever_a_tensor_is_the_answer_is_a_report_or_an_error() {
+    let (partial_out, partial_lse) = given();
+    let (out, lse) = merged(|_, lse| lse.exp(), true);
+    let good = Tensors::new()
+        .with("partial_out", Tensor::from_f32(Dtype::Bf16, &[PARTS, ROWS, HEADS, DIM], &partial_out))
+        .with("partial_lse", Tensor::from_f32(Dtype::F32, &[PARTS, ROWS, HEADS], &partial_lse))
+        .with("out", Tensor::from_f32(Dtype::Bf16, &[ROWS, HEADS, DIM], &out))
+        .with("lse", Tensor::from_f32(Dtype::F32, &[ROWS, HEADS], &lse));
+    let (reports, errors) = survived(&Header::new(Subject::Merge), &good);
+    assert!(reports > 5 && errors > 300, "{reports} {errors}");
 }

@@ -73,6 +73,37 @@ fn a_row_that_reads_the_poison_behind_its_end_is_told_so() {
 }
 
 #[test]
+fn a_call_without_a_row_proves_nothing() {
+    let scene = Scene::latent(1, 1, &[(9, 0)]);
+    let report = scene.report(&Slip::none());
+    assert_eq!((report.status, report.compared), (Status::Inconclusive, 0), "{report}");
+}
+
+#[test]
+fn counts_that_no_machine_has_are_refused_before_they_cost_anything() {
+    let mut scene = Scene::latent(1, 1, &[(9, 1)]);
+    let inputs = scene.inputs();
+    scene.header.world = usize::MAX;
+    let error = check(&pack(&scene.header, &inputs.tensors).unwrap()).unwrap_err();
+    assert!(error.to_string().contains("4096"), "{error}");
+}
+
+#[test]
+fn whatever_a_tensor_is_the_answer_is_a_report_or_an_error() {
+    for scene in [Scene::latent(2, 1, &[(9, 1), (3, 2)]), Scene::grouped(1, 1, &[(9, 1), (3, 2)])] {
+        let inputs = scene.inputs();
+        let answer = scene.answer(&inputs, &Slip::none());
+        let good = inputs
+            .tensors
+            .clone()
+            .with("out", Tensor::from_f32(Dtype::Bf16, &[3, 4, scene.v_dim], &answer.out))
+            .with("lse", Tensor::from_f32(Dtype::F32, &[3, 4], &answer.lse));
+        let (reports, errors) = survived(&scene.header, &good);
+        assert!(reports > 10 && errors > 450, "{reports} {errors}");
+    }
+}
+
+#[test]
 fn padding_rows_are_not_judged() {
     let scene = Scene::latent(1, 1, &[(9, 1), (12, 1)]);
     let inputs = scene.inputs();
