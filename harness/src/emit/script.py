@@ -3,7 +3,7 @@
 
 Put your call into `engine` below and run this file: it ends with 0 when every element is allowed, with 1 and
 the worst elements when not. `--self` holds the plain reference against what is allowed, `--seen` what the
-engine answered when the case was recorded. The program that wrote this file is shardcheck: `shardcheck explain
+engine answered when the case was recorded. shardcheck wrote this file: its command `shardcheck explain
 operations` says what each tensor holds.
 """
 
@@ -19,7 +19,7 @@ import numpy as np
 DATA = json.loads(r"""@DATA@""")
 
 # ----------------------------------------------------------------------------------------------------------
-# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 values as float32,
+# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 as float32,
 # exactly), and for attention `inputs["writes"]`: the tensors of the KV writes before it, in order.
 # CONFIGURATION has the sizes. Return the outputs by name, all ranks on the first axis, as WANTED lists them.
 
