@@ -235,6 +235,23 @@ fn the_embedded_files_read_and_survive_a_round_trip() {
 }
 
 #[test]
+fn every_embedded_entry_is_about_a_case_that_the_gate_has() {
+    let cases = suite(SuiteName::Gate, 1);
+    for (engine, text) in EMBEDDED {
+        let file = ClaimsFile::parse(text, engine).unwrap();
+        let matches = |about: &dyn Fn(&str, &Case, &str) -> bool| {
+            cases.iter().any(|case| properties::of(case).any(|property| about(&case.id(), case, property.id)))
+        };
+        for entry in &file.findings {
+            assert!(matches(&|id, case, property| entry.is_about(id, case, property)), "{}", entry.id);
+        }
+        for entry in &file.supports {
+            assert!(matches(&|id, case, property| entry.is_about(id, case, property)), "{}", entry.id);
+        }
+    }
+}
+
+#[test]
 fn the_version_under_test_decides_which_entries_hold() {
     let ids = |version: &str| -> Vec<String> {
         let profile = Profile { engine: "vllm".into(), version: version.into(), ..Profile::default() };

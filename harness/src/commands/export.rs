@@ -17,7 +17,7 @@ pub struct Args {
     folder: PathBuf,
 
     /// Profile of what will compute, as JSON: contract and conventions that its outputs are judged by. An honest default when not given
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, alias = "engine-profile", value_name = "FILE")]
     profile: Option<PathBuf>,
 
     #[command(flatten)]

@@ -98,7 +98,7 @@ fn judge_files(folder: &Path, json: bool) -> Result<Exit, CommandError> {
         };
         print(text)?;
     }
-    if !json {
+    if !json && decided.outstanding < decided.results.len() {
         print(Columns(&table_of(&decided.results)))?;
     }
     let (judged, failed) = decided.results.iter().fold((0, 0), |(judged, failed), result| {

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""One case of a context-parallel attention engine by itself: inputs, a plain reference, what is allowed. Needs numpy and nothing else.
+"""One case of a context-parallel attention engine by itself. Needs numpy and nothing else.
 
-Put your call into `engine` below and run this file: it ends with 0 when every element is allowed, with 1 and the worst elements when not.
-`--self` holds the reference against what is allowed, `--seen` what the engine answered when the case was recorded. The program that wrote this file is
-shardcheck; `shardcheck explain operations` says what each tensor holds.
+Put your call into `engine` below and run this file: it ends with 0 when every element is allowed, with 1 and
+the worst elements when not. `--self` holds the plain reference against what is allowed, `--seen` what the
+engine answered when the case was recorded. shardcheck wrote this file: its command `shardcheck explain
+operations` says what each tensor holds.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 
 DATA = json.loads(r"""@DATA@""")
 
-# ------------------------------------------------------------------------------------------------------------------
-# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 values as float32, exactly), and for
-# attention `inputs["writes"]`: the tensors of the KV writes before it, in order. CONFIGURATION has the sizes. Return the outputs by
-# name, all ranks on the first axis, as WANTED lists them.
+# ----------------------------------------------------------------------------------------------------------
+# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 as float32,
+# exactly), and for attention `inputs["writes"]`: the tensors of the KV writes before it, in order.
+# CONFIGURATION has the sizes. Return the outputs by name, all ranks on the first axis, as WANTED lists them.
 
 
 def engine(inputs: dict) -> dict:
@@ -28,7 +29,7 @@ def engine(inputs: dict) -> dict:
     raise NotImplementedError("put your call here")
 
 
-# ------------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------
 # Nothing below needs a change.
 
 FLOATS = {"f64": "<f8", "f32": "<f4", "f16": "<f2", "i64": "<i8", "i32": "<i4", "u16": "<u2", "u8": "|u1"}
@@ -82,13 +83,14 @@ def softmax_state(scores: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, f
 
 
 def reference_attention() -> dict:
-    """Global attention in float64 over the keys and values as the cache holds them, rank r keeping heads [r*H, (r+1)*H)."""
+    """Global attention in float64 over what the cache holds, rank r keeping heads [r*H, (r+1)*H)."""
     own = DATA["attention"]
     query = array(own["query"]).astype(np.float64)
     keys = [array(entry).astype(np.float64) for entry in own["keys"]]
     values = [array(entry).astype(np.float64) for entry in own["values"]]
     up = array(own["w_uv"]).astype(np.float64) if own["w_uv"] else None
-    ranks, heads, gathered, kv_heads = (own[name] for name in ("ranks", "heads", "gathered_heads", "kv_heads"))
+    ranks, heads = own["ranks"], own["heads"]
+    gathered, kv_heads = own["gathered_heads"], own["kv_heads"]
     rows = len(own["rows"])
     width = up.shape[2] if up is not None else own["value_dim"]
     out, lse = np.zeros((ranks, rows, heads, width)), np.full((ranks, rows, heads), -np.inf)
@@ -108,7 +110,7 @@ def reference_attention() -> dict:
 
 
 def merged(outs: np.ndarray, lses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merge of states on the first axis; a state whose LSE is not finite is empty, whatever its output holds."""
+    """Merge of states on the first axis; one whose LSE is not finite is empty, whatever its output holds."""
     counts = np.isfinite(lses)
     most = np.where(counts, lses, -np.inf).max(axis=0)
     some = np.isfinite(most)
@@ -173,7 +175,8 @@ def place(name: str, flat: int) -> str:
 def line(name: str, flat: int) -> str:
     """What is expected and allowed of an element; a low of NaN means that anything is."""
     allowed = {key: array(WANTED[name][key]).reshape(-1)[flat] for key in ("expected", "low", "high")}
-    return f"{place(name, flat)}: expected {allowed['expected']!s}, allowed {allowed['low']!s} .. {allowed['high']!s}"
+    expected, low, high = allowed["expected"], allowed["low"], allowed["high"]
+    return f"{place(name, flat)}: expected {expected!s}, allowed {low!s} .. {high!s}"
 
 
 def verdict(outputs: dict, whose: str) -> int:
@@ -191,7 +194,8 @@ def verdict(outputs: dict, whose: str) -> int:
             continue
         low, high, expected = array(wanted["low"]), array(wanted["high"]), array(wanted["expected"])
         inside = (low <= seen) & (seen <= high) | np.isnan(low)
-        off = np.abs(np.where(np.isfinite(seen), seen, np.inf) - np.where(np.isfinite(expected), expected, 0.0))
+        finite = np.where(np.isfinite(expected), expected, 0.0)
+        off = np.abs(np.where(np.isfinite(seen), seen, np.inf) - finite)
         bad = np.flatnonzero(~inside)
         wrong += len(bad)
         for flat in sorted(bad, key=lambda at: -off.reshape(-1)[at])[:10]:

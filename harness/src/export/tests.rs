@@ -185,6 +185,29 @@ fn spoilt_outputs_are_verdicts_with_the_reason_and_never_a_panic() {
 }
 
 #[test]
+fn no_flipped_bit_of_an_answer_makes_a_panic_or_an_error() {
+    let engine = shardcheck_cpu::engine();
+    let (folder, manifest) = exported(&cases(&[Family::MergePartials])[..1], engine.profile());
+    answer(folder.path(), &engine);
+    let step = folder.path().join(&manifest.cases[0].folder).join("step0");
+    for file in [OUTPUTS_FILE, REPLY_FILE] {
+        let good = std::fs::read(step.join(file)).unwrap();
+        let mut noticed = 0;
+        for place in (0..good.len()).step_by(3) {
+            let mut bytes = good.clone();
+            bytes[place] ^= 1 << (place % 8);
+            std::fs::write(step.join(file), bytes).unwrap();
+            let status = decide(folder.path()).unwrap().results[0].status;
+            assert_ne!(status, Status::HarnessError, "{file}, byte {place}");
+            noticed += usize::from(status.is_failure());
+        }
+        assert!(noticed > good.len() / 30, "{file}: {noticed} of {}", good.len());
+        std::fs::write(step.join(file), good).unwrap();
+    }
+    assert_eq!(decide(folder.path()).unwrap().results[0].status, Status::Pass);
+}
+
+#[test]
 fn altered_questions_are_refused_with_the_file() {
     let (folder, manifest) = exported(&cases(&[Family::MergeStates])[..2], &default_profile());
     let first = folder.path().join(&manifest.cases[0].folder);
