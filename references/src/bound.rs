@@ -55,3 +55,6 @@ fn summation(contract: &Contract, tokens: usize) -> f64 {
     let depth = contract.depth_for(tokens);
     gamma(depth, contract.u_acc) + gamma(depth, U32) + 3.0 * U32
 }
+
+#[cfg(test)]
+mod tests;

@@ -147,6 +147,17 @@ mod tests {
     }
 
     #[test]
+    fn attention_with_fixed_functions_uses_those_of_this_module() {
+        for x in [-1.5, 0.0, 0.7, 3.0] {
+            assert_eq!((Fixed::exp(x), Fixed::ln(exp(x)), Fixed::tanh(x)), (exp(x), ln(exp(x)), tanh(x)));
+        }
+        assert!(
+            ulps(Fixed::exp(1.0), std::f64::consts::E) <= 2
+                && ulps(Fixed::ln(2.0), std::f64::consts::LN_2) <= 2
+        );
+    }
+
+    #[test]
     fn exp_is_within_two_ulp_of_the_platform() {
         let mut random = Counter::new(1, 0);
         for i in 0..200_000 {

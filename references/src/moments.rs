@@ -485,3 +485,6 @@ fn spread<F: Functions, T: Element>(
     }
     all
 }
+
+#[cfg(test)]
+mod tests;

@@ -227,6 +227,91 @@ mod tests {
         assert_eq!(probable.pre, bound_state(&moments, &contract(Merge::A2a), 0, 0).unwrap().pre);
     }
 
+    /// `Σ pe²·v²` of a part with tokens, as the documentation of [`probable`] says it.
+    fn written_square(contract: &Contract, part: &Part, out: f64, d: usize) -> f64 {
+        let statistics = part.statistics.as_ref().unwrap();
+        let apart = statistics.distinct >= 0.99;
+        let sums = if apart { statistics.square[d] } else { statistics.class_square[d] };
+        let about = sums.sqrt() + out.abs() * statistics.weight_square.sqrt();
+        let rounded = if contract.l_rounded { about.powi(2) } else { sums };
+        let peak = if contract.exact_max { 0.0 } else { part.peak * part.peak_value[d] };
+        let floor = contract.p_floor * part.peak * part.sum_abs[d];
+        contract.u_p().powi(2) * (rounded + peak.powi(2)) + floor.powi(2) / part.tokens as f64
+    }
+
+    /// The bound and the deviation of one element.
+    fn written(moments: &Moments, contract: &Contract, d: usize) -> (f64, f64) {
+        let (state, hulp) = (&moments.states[0], |dtype, x| shardcheck_formats::codec::half_ulp(dtype, x));
+        let certified = bound_state(moments, contract, 0, 0).unwrap();
+        let held: Vec<&Part> = state.parts.iter().filter(|part| part.tokens > 0).collect();
+        let (world, out) = (state.parts.len(), state.out[d]);
+        let own = |part: &Part| written_square(contract, part, out, d);
+        let probability: f64 = held.iter().map(|part| part.weight.powi(2) * own(part)).sum();
+        let travels =
+            |part: &&Part| part.weight * hulp(contract.partial, part.out[d].abs() + 2.0 * own(part).sqrt());
+        let partial: f64 = held.iter().map(|part| travels(part).powi(2)).sum();
+        let products = |part: &&Part| {
+            hulp(Dtype::Bf16, (part.weight * part.out[d]).abs() + 2.0 * part.weight * own(part).sqrt())
+        };
+        let mut in_bf16: f64 = held.iter().map(|part| products(part).powi(2)).sum();
+        for last in 1..world.saturating_sub(1) {
+            let terms = || state.parts[..=last].iter().map(|part| part.weight * part.out[d]);
+            let reach = terms().sum::<f64>().abs().max(terms().map(|term| term * term).sum::<f64>().sqrt());
+            in_bf16 += hulp(Dtype::Bf16, reach + 2.0 * probability.sqrt()).powi(2);
+        }
+        let several = if world > 1 { 1.0 } else { 0.0 };
+        let merge = if contract.merge == Merge::AgRsBf16 { several * in_bf16 } else { 0.0 };
+        let abs: f64 = held.iter().map(|part| part.weight * part.abs[d]).sum();
+        let sum = contract.depth_for(state.tokens) as f64 * (contract.u_acc * abs).powi(2);
+        let squares = probability + several * partial + merge + sum;
+        let terms = &certified.terms;
+        let pre = terms.score[d] + terms.probability[d] + terms.sum[d];
+        let weights = (2.0 * certified.merge_weight_error).exp_m1() * (out.abs() + pre);
+        let magnitude: f64 = held.iter().map(|part| part.weight * part.out[d].abs()).sum();
+        let arithmetic = several * (world as f64 + 4.0) * U32 * magnitude;
+        let bias = if contract.u_acc > U32 { terms.sum[d] } else { 0.0 };
+        let lambda = (2.0 * (2.0 * moments.v_dim as f64 / USUAL_CHANCE).ln()).sqrt();
+        let bound = lambda * squares.sqrt() + terms.score[d] + weights + arithmetic + bias + terms.rest[d];
+        let last = hulp(contract.output, out);
+        let variance = probability * UNIFORM_CELL.powi(2)
+            + (several * partial + merge + last * last) / 3.0
+            + 0.1 * sum
+            + (0.05 * terms.score[d]).powi(2);
+        (bound.min(certified.pre[d]), variance.sqrt())
+    }
+
+    #[test]
+    fn bound_and_deviation_are_what_their_formulas_say() {
+        let narrow = Contract {
+            p_dtype: Some(Dtype::E4m3fn),
+            p_floor: 2f64.powi(-10),
+            exact_max: false,
+            ..contract(Merge::AgRsBf16)
+        };
+        let contracts = [
+            contract(Merge::A2a),
+            contract(Merge::AgRsBf16),
+            Contract { l_rounded: true, ..contract(Merge::A2a) },
+            Contract { partial: Dtype::F32, ..Contract::bf16_default(Merge::AgRsF32) },
+            narrow,
+        ];
+        let mut tighter = 0;
+        for moments in [moments(300, 300), moments(300, 7), moments(3, 3)] {
+            for contract in &contracts {
+                let probable = probable(&moments, contract, USUAL_CHANCE).unwrap();
+                let certified = bound_state(&moments, contract, 0, 0).unwrap().pre;
+                for d in 0..moments.v_dim {
+                    let (bound, sigma) = written(&moments, contract, d);
+                    let bound = if probable.gates_hold[0] { bound } else { certified[d] };
+                    approx::assert_relative_eq!(probable.pre[d], bound, max_relative = 1e-12);
+                    approx::assert_relative_eq!(probable.sigma[d], sigma, max_relative = 1e-12);
+                    tighter += usize::from(bound < certified[d]);
+                }
+            }
+        }
+        assert!(tighter > 40, "the certified bound stood in nearly everywhere: {tighter}");
+    }
+
     #[test]
     fn a_merge_in_bf16_has_a_larger_deviation() {
         let moments = moments(512, 512);

@@ -28,3 +28,6 @@ pub use expectation::{Element, Expectation, Rounding};
 pub use plain::plain_row;
 pub use select::{Gate, KeySelect, SelectError, Selector};
 pub use tally::Tally;
+
+#[cfg(test)]
+mod tests;

@@ -323,6 +323,18 @@ mod tests {
     }
 
     #[test]
+    fn a_sink_belongs_to_no_rank() {
+        let (query, key, value) = ([1.0], [0.5, -0.5, 2.0], [4.0, 1.0, 3.0]);
+        let without = Problem::new(1, 1, 1, 1, 1.0, &query, &key, Values::Separate(&value));
+        let with = Problem { sink: Some(&[5.0]), ..without };
+        let layout = crate::layout::Layout::new(2, 1, 1).unwrap();
+        for rank in 0..2 {
+            let of = |problem| attend_rank(problem, &[Visible::Prefix(3)], &layout, rank);
+            assert_eq!((of(&with).out, of(&with).lse), (of(&without).out, of(&without).lse));
+        }
+    }
+
+    #[test]
     fn a_soft_cap_bounds_the_scores() {
         let (query, key, value) = ([100.0], [100.0, -100.0], [1.0, 0.0]);
         let mut problem = Problem::new(1, 1, 1, 1, 1.0, &query, &key, Values::Separate(&value));

@@ -241,6 +241,39 @@ mod tests {
     }
 
     #[test]
+    fn the_pair_of_a_number_of_turns_makes_that_many_over_the_original_context() {
+        let yarn = Yarn {
+            factor: 8.0,
+            mscale: 0.5,
+            mscale_all_dim: 1.0,
+            beta_fast: 32.0,
+            beta_slow: 1.0,
+            original_max_position: 2048.0,
+        };
+        let (dim, theta) = (64, 50_000f64);
+        for turns in [1.0, 7.0, 32.0] {
+            let pair = yarn.pair_of(turns, dim, theta);
+            let radians_per_position = theta.powf(-2.0 * pair / dim as f64);
+            let made = radians_per_position * yarn.original_max_position / (2.0 * std::f64::consts::PI);
+            approx::assert_relative_eq!(made, turns, max_relative = 1e-12);
+        }
+        // between the two pairs the divisor falls along a straight line from 1 to the factor
+        let (low, high) = (yarn.pair_of(32.0, dim, theta).floor(), yarn.pair_of(1.0, dim, theta).ceil());
+        let plain = Rope { dim, theta, pairing: Pairing::HalfSplit, yarn: None };
+        let stretched = Rope { yarn: Some(yarn), ..plain };
+        for (i, (before, after)) in plain.frequencies().iter().zip(stretched.frequencies()).enumerate() {
+            let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+            approx::assert_relative_eq!(after / before, 1.0 - ramp * 7.0 / 8.0, max_relative = 1e-12);
+        }
+        assert!(low > 2.0 && high < 30.0, "{low} {high}");
+        let m = |coefficient: f64| 0.1 * coefficient * 8f64.ln() + 1.0;
+        approx::assert_relative_eq!(yarn.rotation_factor(), m(0.5) / m(1.0), max_relative = 1e-14);
+        let turned = stretched.rotate(&[1.0; 64], 3);
+        let length = turned.iter().map(|x| x * x).sum::<f64>().sqrt();
+        approx::assert_relative_eq!(length, 8.0 * yarn.rotation_factor(), max_relative = 1e-12);
+    }
+
+    #[test]
     fn pairings_are_known_by_name() {
         for pairing in Pairing::ALL {
             assert_eq!(pairing.name().parse(), Ok(pairing));

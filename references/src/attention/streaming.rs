@@ -382,6 +382,46 @@ fn part<T: Element>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::attention::plain::{self, Values};
+    use shardcheck_formats::recipe::Counter;
+
+    #[test]
+    fn the_fast_form_is_the_definition_for_every_kind_of_view() {
+        let mut random = Counter::new(17, 0);
+        let (heads, kv_heads, qk_dim, v_dim, tokens) = (6, 2, 5, 11, 130);
+        let mut draw = |count: usize| (0..count).map(|_| random.gaussian() as f32).collect::<Vec<_>>();
+        let (query, key) = (draw(4 * heads * qk_dim), draw(tokens * kv_heads * qk_dim));
+        let (value, sink) = (draw(tokens * kv_heads * v_dim), [0.5, -2.0, 1.0, 3.0, 0.0, 6.0]);
+        let mut problem =
+            Problem::new(heads, kv_heads, qk_dim, v_dim, 0.8, &query, &key, Values::Separate(&value));
+        (problem.sink, problem.softcap) = (Some(sink.as_slice()), Some(2.0));
+        let range = |start, end| Visible::Range { start, end };
+        let views = [
+            Visible::causal(tokens, 4),
+            vec![range(60, 70), range(7, 7), range(9, 2), Visible::Prefix(0)],
+            vec![Visible::Prefix(3), Visible::set(vec![1, 2, 129]).unwrap(), range(100, 130), range(3, 90)],
+        ];
+        let layout = Layout::new(3, 2, 2).unwrap();
+        for visible in views {
+            let (fast, defined) = (attend(&problem, &visible), plain::attend(&problem, &visible));
+            for (fast, defined) in
+                fast.out.iter().chain(&fast.lse).zip(defined.out.iter().chain(&defined.lse))
+            {
+                assert!(fast == defined || (fast - defined).abs() < 1e-12, "{fast} {defined}");
+            }
+            for (rank, fast) in attend_parts(&problem, Split::Ranks(&layout), &visible).iter().enumerate() {
+                let defined = plain::attend_rank(&problem, &visible, &layout, rank);
+                for (fast, defined) in
+                    fast.out.iter().chain(&fast.lse).zip(defined.out.iter().chain(&defined.lse))
+                {
+                    assert!(
+                        fast == defined || (fast - defined).abs() < 1e-12,
+                        "rank {rank}: {fast} {defined}"
+                    );
+                }
+            }
+        }
+    }
 
     #[test]
     fn chunks_cover_a_list_and_depend_on_its_length_alone() {

@@ -125,6 +125,46 @@ mod tests {
     }
 
     #[test]
+    fn a_chain_adds_its_stored_outputs_and_its_merges_to_a_merge_at_once_in_binary32() {
+        with_problem(|problem, contract| {
+            let (visible, chunks) = ([Visible::Prefix(TOKENS)], [7, 20, 3, 30]);
+            let chain = certify_chain(problem, &chunks, &visible, contract, true).unwrap();
+            let at_once = Contract { merge: Merge::A2a, ..contract.clone() };
+            let moments = Moments::collect(problem, Split::Chunks(&chunks), &visible, Passes::One).unwrap();
+            for (head, terms) in chain.terms.as_ref().unwrap().iter().enumerate() {
+                let once = bound_state_merged(&moments, &at_once, 0, head, 3).unwrap();
+                let parts = &moments.states[head].parts;
+                for d in 0..4 {
+                    let hulp = |x: f64| half_ulp(contract.partial, x);
+                    let mut stored = 0.0;
+                    for last in 1..3 {
+                        let over = |f: &dyn Fn(usize) -> f64| {
+                            (0..=last).map(|r| parts[r].weight * f(r)).sum::<f64>()
+                        };
+                        let share = over(&|_| 1.0);
+                        let out = over(&|r| parts[r].out[d]) / share;
+                        let own = |r: usize| {
+                            once.parts[r].pre[d] + hulp(parts[r].out[d].abs() + once.parts[r].pre[d])
+                        };
+                        let error = (over(&own) + once.terms.merge[d]) / share;
+                        stored += share * hulp(out.abs() + error + stored / share);
+                    }
+                    let magnitude: f64 = parts.iter().map(|part| part.weight * part.abs[d]).sum();
+                    let merge = once.terms.merge[d] + 32.0 * U32 * magnitude;
+                    approx::assert_relative_eq!(
+                        terms.partial[d],
+                        once.terms.partial[d] + stored,
+                        max_relative = 1e-12
+                    );
+                    approx::assert_relative_eq!(terms.merge[d], merge, max_relative = 1e-12);
+                    let pre = chain.pre[head * 4 + d];
+                    approx::assert_relative_eq!(pre, terms.total()[d], max_relative = 1e-12);
+                }
+            }
+        });
+    }
+
+    #[test]
     fn chunks_that_a_row_does_not_reach_change_no_result() {
         with_problem(|problem, contract| {
             let visible = [Visible::Prefix(25)];

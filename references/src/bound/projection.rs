@@ -340,7 +340,9 @@ fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardcheck_formats::codec::half_ulp;
     use shardcheck_formats::contract::Merge;
+    use shardcheck_formats::dtype::Dtype;
     use shardcheck_formats::recipe::Counter;
 
     #[test]
@@ -373,6 +375,140 @@ mod tests {
                 both.projected.partials.len(),
                 if order == ProjectionOrder::BeforeMerge { 3 } else { 0 }
             );
+        }
+    }
+
+    /// What a projection is made of: the bound of the latent, that of the projected values, and `L`.
+    struct Parts<'a> {
+        contract: &'a Contract,
+        latent: (State, StateBound),
+        values: (State, StateBound),
+        weights: &'a [f32],
+    }
+
+    impl Parts<'_> {
+        fn spread(&self, v: usize, x: impl Fn(usize) -> f64) -> f64 {
+            let (latent, v_dim) = (self.latent.0.out.len(), self.values.0.out.len());
+            (0..latent).map(|c| x(c) * f64::from(self.weights[c * v_dim + v].abs())).sum()
+        }
+
+        fn product(&self) -> f64 {
+            gamma(self.latent.0.out.len(), self.contract.u_acc)
+        }
+
+        /// All terms but E1 and E2, which are those of the projected values.
+        fn after(&self, v: usize) -> [f64; 4] {
+            let (state, bound) = &self.latent;
+            let reach = |c: usize| state.out[c].abs() + bound.pre[c];
+            let stored = |c: usize| half_ulp(self.contract.output, reach(c));
+            let terms = &bound.terms;
+            [
+                self.spread(v, |c| terms.sum[c] + self.product() * (reach(c) + stored(c))),
+                self.spread(v, |c| terms.partial[c] + stored(c)),
+                self.spread(v, |c| terms.merge[c]),
+                self.spread(v, |c| terms.rest[c]) + self.values.1.terms.rest[v],
+            ]
+        }
+
+        /// The same before the merge, and the bound of each rank's projected output.
+        fn before(&self, v: usize) -> ([f64; 4], Vec<f64>) {
+            let ((state, bound), (values, values_bound)) = (&self.latent, &self.values);
+            let partial = self.contract.partial;
+            let [mut sum, mut rounded] = [self.spread(v, |c| bound.terms.sum[c]), 0.0];
+            let (mut shares, mut ranks) = (Vec::new(), Vec::new());
+            for (rank, part) in state.parts.iter().enumerate() {
+                let reach = |c: usize| part.out[c].abs() + bound.parts[rank].pre[c];
+                let stored = self.spread(v, |c| half_ulp(partial, reach(c)));
+                let product = self.product() * self.spread(v, |c| reach(c) + half_ulp(partial, reach(c)));
+                let summed = 2.1 * crate::bound::summation(self.contract, state.tokens);
+                let sums = summed * self.spread(v, |c| part.abs[c]);
+                let out = values.parts[rank].out[v];
+                let pre = values_bound.parts[rank].pre[v] + sums + stored + product;
+                sum += part.weight * product;
+                rounded += part.weight * stored;
+                ranks.push(pre + half_ulp(partial, out.abs() + pre));
+                shares.push(Contribution { weight: part.weight, out, pre });
+            }
+            let rest = values_bound.terms.rest[v] + self.spread(v, |c| bound.terms.rest[c]);
+            if shares.len() == 1 {
+                return ([sum, rounded, 0.0, rest], ranks);
+            }
+            let travel: f64 = shares.iter().map(|s| s.weight * half_ulp(partial, s.out.abs() + s.pre)).sum();
+            let so_far =
+                values_bound.terms.score[v] + values_bound.terms.probability[v] + sum + rounded + travel;
+            let common = (2.0 * bound.merge_weight_error).exp_m1() * (values.out[v].abs() + so_far);
+            let merge = merge_arithmetic(self.contract, &shares, partial.unit_roundoff()) + common;
+            ([sum, rounded + travel, merge, rest], ranks)
+        }
+    }
+
+    #[test]
+    fn every_term_of_a_projection_is_what_its_formula_says() {
+        let mut random = Counter::new(10, 0);
+        let mut draw = |count: usize| (0..count).map(|_| random.gaussian() as f32).collect::<Vec<_>>();
+        let (heads, qk_dim, latent, v_dim, tokens) = (2, 6, 5, 3, 20);
+        let (query, key, weights) =
+            (draw(heads * qk_dim), draw(tokens * qk_dim), draw(heads * latent * v_dim));
+        let problem = Problem::new(heads, 1, qk_dim, latent, 0.4, &query, &key, Values::KeyPrefix);
+        let visible = [Visible::Prefix(tokens)];
+        let finer = Contract { partial: Dtype::F32, ..Contract::bf16_default(Merge::A2a) };
+        for (world, contract) in
+            [(3, Contract::bf16_default(Merge::AgRsBf16)), (2, finer.clone()), (1, finer)]
+        {
+            let layout = Layout::new(world, 1, 1).unwrap();
+            let projection = UpProjection { weights: &weights, v_dim };
+            let certified = |order| {
+                certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap()
+            };
+            let (after, before) =
+                (certified(ProjectionOrder::AfterMerge), certified(ProjectionOrder::BeforeMerge));
+            let moments = Moments::collect(&problem, Split::Ranks(&layout), &visible, Passes::One).unwrap();
+            for head in 0..heads {
+                let weights = &weights[head * latent * v_dim..][..latent * v_dim];
+                let value = |t: usize, v: usize| -> f64 {
+                    (0..latent)
+                        .map(|c| f64::from(key[t * qk_dim + c]) * f64::from(weights[c * v_dim + v]))
+                        .sum()
+                };
+                let value: Vec<f64> = (0..tokens * v_dim).map(|at| value(at / v_dim, at % v_dim)).collect();
+                let wide = |x: &[f32]| x.iter().map(|x| f64::from(*x)).collect::<Vec<f64>>();
+                let (query, key) = (wide(&query[head * qk_dim..][..qk_dim]), wide(&key));
+                let values = Problem::new(1, 1, qk_dim, v_dim, 0.4, &query, &key, Values::Separate(&value));
+                let values = Moments::collect(&values, Split::Ranks(&layout), &visible, Passes::One).unwrap();
+                let bound = |moments: &Moments, head: usize| {
+                    (moments.states[head].clone(), bound_state(moments, &contract, 0, head).unwrap())
+                };
+                let parts = Parts {
+                    contract: &contract,
+                    latent: bound(&moments, head),
+                    values: bound(&values, 0),
+                    weights,
+                };
+                for v in 0..v_dim {
+                    let at = head * v_dim + v;
+                    let (written, ranks) = parts.before(v);
+                    for (both, written) in [(&after, parts.after(v)), (&before, written)] {
+                        let terms = &both.projected.terms.as_ref().unwrap()[head];
+                        let own = [terms.sum[v], terms.partial[v], terms.merge[v], terms.rest[v]];
+                        for (own, written) in own.iter().zip(written) {
+                            approx::assert_relative_eq!(*own, written, max_relative = 1e-9);
+                        }
+                        let given = [terms.score[v], terms.probability[v]];
+                        let of_values = &parts.values.1.terms;
+                        approx::assert_relative_eq!(given[0], of_values.score[v], max_relative = 1e-9);
+                        approx::assert_relative_eq!(given[1], of_values.probability[v], max_relative = 1e-9);
+                        let total: f64 = own.iter().chain(&given).sum();
+                        approx::assert_relative_eq!(both.projected.pre[at], total, max_relative = 1e-12);
+                    }
+                    for (rank, written) in ranks.into_iter().enumerate() {
+                        let (own, exact) =
+                            (&before.projected.partials[rank], &parts.values.0.parts[rank].out);
+                        approx::assert_relative_eq!(own.pre[at], written, max_relative = 1e-9);
+                        approx::assert_relative_eq!(own.out[at], exact[v], epsilon = 1e-12);
+                    }
+                }
+            }
+            assert!(before.projected.partials.iter().all(|part| part.out.len() == heads * v_dim));
         }
     }
 
