@@ -301,7 +301,8 @@ class RankAttention:
         c = self.configuration
         rows, heads = query.shape[:2]
         out = torch.zeros(rows, heads, c.value_dim, dtype=query.dtype, device=query.device)
-        lse = torch.zeros(rows, heads, dtype=query.dtype, device=query.device)
+        precision = torch.float32 if self.release.full_lse else query.dtype
+        lse = torch.zeros(rows, heads, dtype=precision, device=query.device)
         logits = torch.empty(rows, heads, _SPLITS, c.value_dim + 1, dtype=torch.float32, device=query.device)
         arguments = (query, keys, values, out, lse, block_table, lens, logits, _SPLITS, c.softmax_scale)
         scale = torch.tensor(c.kv_scale, dtype=torch.float32, device=query.device)

@@ -129,13 +129,15 @@ class VllmSession(Session):
     def merge_partials(self, partial_out: Tensor, partial_lse: Tensor, **_: Any) -> Reply:
         """Merges given partials over the ranks of one group."""
         c, device = self.configuration, self.release.device
+        if c.dcp == 1:
+            raise Unsupported("the engine merges nothing where there is one rank")
         outs, lses = partial_out.torch(device), partial_lse.torch(device)
         jobs = [RankMerge(c.comm_backend, outs[member], lses[member]) for member in range(c.dcp)]
         with self.release.watching():
             results, collectives = self.executor.run(jobs, c.dcp)
         out, lse = (torch.stack(part) for part in zip(*results, strict=True))
-        effective = {"comm_backend": c.comm_backend} if c.dcp > 1 else {}
-        if c.comm_backend == "a2a" and c.dcp > 1:
+        effective = {"comm_backend": c.comm_backend}
+        if c.comm_backend == "a2a":
             effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
         return Reply({"out": out, "lse": lse.float()}, effective, collectives)
 
