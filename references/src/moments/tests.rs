@@ -173,7 +173,7 @@ fn the_fast_form_takes_the_moments_that_are_defined() {
         Visible::Prefix(90),
         Visible::Range { start: 3, end: 3 },
     ];
-    let problems: [(usize, Vec<Visible>, (usize, usize), (usize, usize)); 4] = [
+    let problems = [
         (5, Visible::causal(5, 3), (4, 2), (9, 3)),
         (90, sets, (6, 2), (4, 17)),
         (120, Visible::sliding_window(120, 3, 50), (3, 1), (3, 2)),

@@ -236,6 +236,10 @@ class RankAttention:
         self, query: torch.Tensor, table: np.ndarray, lens: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         device = self.release.device
+        if device != "cpu" and self.configuration.gathered_heads == self.configuration.kv_heads:
+            raise Unsupported(
+                "with one query head a KV head the kernel rounds each product to 16 bits: no contract says that"
+            )
         block_table, lens = torch.from_numpy(table).to(device), lens.to(device)
         keys = self.cache.read("key_cache", device)
         with interpreter.limits():

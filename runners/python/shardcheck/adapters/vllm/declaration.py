@@ -31,7 +31,8 @@ def operations(release: Any) -> dict[str, Operation]:
     # from the query.
     exact = Contract.f32("f32", merge="ag_rs_f32")
     lse_rel = 0.0 if release.full_lse else 2.0**-8
-    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=lse_rel, tile_min=1, kexp=_kexp(cpu))
+    # the decode kernel walks a split in blocks of at least 16 tokens, the least that a device's matrix unit takes
+    rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=lse_rel, tile_min=16, kexp=_kexp(cpu))
     attention = exact if cpu else rounded
     conventions = Conventions(lane_orders=[] if cpu else ["lo_hi"])
     lanes = Conventions(lane_orders=["lo_hi"])
