@@ -313,6 +313,25 @@ mod tests {
     }
 
     #[test]
+    fn every_row_and_head_has_its_own_bound() {
+        let mut random = Counter::new(32, 0);
+        let mut draw = |count: usize| (0..count).map(|_| 1e-5 * random.gaussian() as f32).collect::<Vec<_>>();
+        let (query, key, value) =
+            (draw(2 * 3 * 2), draw(9 * 2), [1f32, -2.0, 4.0, 0.5, 8.0, -1.0, 3.0, 2.0, 7.0]);
+        let problem = Problem::new(3, 1, 2, 1, 1.0, &query, &key, Values::Separate(&value));
+        let (layout, visible) = (Layout::single(), Visible::causal(9, 2));
+        let moments =
+            Moments::collect_with::<Platform, f32>(&problem, Split::Ranks(&layout), &visible).unwrap();
+        // scores in one cell: the certified bound of each state stands in
+        let probable = probable(&moments, &contract(Merge::A2a), USUAL_CHANCE).unwrap();
+        for (index, pre) in probable.pre.iter().enumerate() {
+            let certified = bound_state(&moments, &contract(Merge::A2a), index / 3, index % 3).unwrap();
+            assert!(!probable.gates_hold[index] && *pre == certified.pre[0], "state {index}");
+        }
+        assert_eq!(probable.pre.len(), 6);
+    }
+
+    #[test]
     fn a_merge_in_bf16_has_a_larger_deviation() {
         let moments = moments(512, 512);
         let of = |merge| probable(&moments, &contract(merge), USUAL_CHANCE).unwrap().sigma;

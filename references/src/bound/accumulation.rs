@@ -150,6 +150,19 @@ mod tests {
     }
 
     #[test]
+    fn an_inner_sum_reaches_as_far_as_what_went_wrong_before_it() {
+        let contract = Contract::bf16_default(Merge::AgRsBf16);
+        let (roundoff, third) = (2f64.powi(-8), part(0.0, 0.0));
+        // 1 is reached with the error of the products' own sum, and missed by as much without it
+        let out = 1.0 / (1.0 + 2.0 * roundoff);
+        let bound = in_bf16(&contract, &[part(0.5, out), part(0.5, out), third], 0.0);
+        assert_eq!(bound, 2.0 * 2f64.powi(-10) + 2f64.powi(-8));
+        let of_magnitude = |magnitude| in_bf16(&contract, &[third; 3], magnitude);
+        assert_eq!(of_magnitude(1.001 / (3.0 * roundoff)), 2f64.powi(-8));
+        assert_eq!(of_magnitude(0.999 / (3.0 * roundoff)), 2f64.powi(-9));
+    }
+
+    #[test]
     fn an_inner_sum_reaches_the_largest_terms_of_one_sign() {
         // terms 0.5, 0.5, -0.5: an inner sum of two reaches 1, not the total 0.5
         let parts = [part(0.5, 1.0), part(0.5, 1.0), part(0.5, -1.0)];

@@ -225,6 +225,17 @@ mod tests {
     }
 
     #[test]
+    fn every_element_has_the_interval_of_its_own_bound() {
+        let (query, key, value) = ([1.0], [0.3, -0.2, 1.0], [2.0, -5.0, 0.5]);
+        let problem = Problem::new(1, 1, 1, 1, 1.0, &query, &key, Values::Separate(&value));
+        let contract = Contract::bf16_default(Merge::A2a);
+        let certified = certify(&problem, &Layout::single(), &[Visible::Prefix(3)], &contract).unwrap();
+        let expected = interval(certified.out[0], certified.pre[0], Dtype::Bf16);
+        assert_eq!(certified.intervals(Dtype::Bf16), [expected]);
+        assert!(expected.0 < certified.out[0] && certified.out[0] < expected.1, "{expected:?}");
+    }
+
+    #[test]
     fn a_practical_bound_knows_of_sums_that_go_one_after_another() {
         let practical = |depth| vanishing(depth, 4096).practical_lse_bound[0].unwrap();
         let (blocked, sequential) =

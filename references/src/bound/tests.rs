@@ -420,3 +420,20 @@ fn a_value_that_carries_no_weight_still_counts_for_underflow_and_one_token_for_t
     let problem = Problem::new(1, 1, 1, 1, 1.0, &query, &[0.5], Values::Separate(&one));
     check_problem(&problem, &Layout::single(), &[Visible::Prefix(1)]);
 }
+
+#[test]
+fn a_rank_whose_own_weights_may_be_off_by_a_factor_is_inconclusive_however_little_it_weighs() {
+    // the second rank's token has a long key that the query hardly sees
+    let mut query = vec![0f32; 64];
+    (query[0], query[1]) = (1.0, 0.5);
+    let mut key = vec![0f32; 128];
+    (key[64], key[65]) = (-32.0, 34.0);
+    let problem = Problem::new(1, 1, 64, 64, 1.0, &query, &key, Values::KeyPrefix);
+    let contract = Contract { u_acc: 2f64.powi(-11), ..Contract::bf16_default(Merge::A2a) };
+    let of = |visible| certify(&problem, &Layout::new(2, 1, 1).unwrap(), &[visible], &contract);
+    let Err(Underivable::WeightError { weight_error, .. }) = of(Visible::Prefix(2)) else {
+        panic!("a bound was stated")
+    };
+    assert!(weight_error >= 1.0, "{weight_error}");
+    assert!(of(Visible::Prefix(1)).is_ok());
+}

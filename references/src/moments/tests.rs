@@ -165,6 +165,9 @@ fn equal_scores_are_one_class_and_their_errors_add_up() {
     close(statistics.weight_square, 2.0 * half * half + quarter * quarter, "weight_square");
 }
 
+/// Tokens, what each row sees, heads and KV heads, lengths of key and value.
+type Setting = (usize, Vec<Visible>, (usize, usize), (usize, usize));
+
 #[test]
 fn the_fast_form_takes_the_moments_that_are_defined() {
     // few tokens; more than a chunk, whose running sums are joined; views that are no prefix; ranks without a token
@@ -173,7 +176,7 @@ fn the_fast_form_takes_the_moments_that_are_defined() {
         Visible::Prefix(90),
         Visible::Range { start: 3, end: 3 },
     ];
-    let problems = [
+    let problems: [Setting; 4] = [
         (5, Visible::causal(5, 3), (4, 2), (9, 3)),
         (90, sets, (6, 2), (4, 17)),
         (120, Visible::sliding_window(120, 3, 50), (3, 1), (3, 2)),

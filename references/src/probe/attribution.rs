@@ -478,6 +478,18 @@ mod tests {
     }
 
     #[test]
+    fn local_lengths_stand_beside_the_right_ones() {
+        let seen = vec![625, 625, 625, 625, 625, 625, 625, 600];
+        assert_eq!(
+            Attribution::WrongShares { seen }.sentence(&code(), Sight { visible: 5003, ..SIGHT }),
+            "row 2 of request 5 sees [625, 625, 625, 625, 625, 625, 625, 600] tokens of the ranks instead of \
+             [626, 626, 626, 625, 625, 625, 625, 625]"
+        );
+        let missing = Attribution::RankMissing { rank: 2 }.sentence(&code(), SIGHT);
+        assert!(missing.ends_with("sees nothing of rank 2: its 625 tokens are missing"), "{missing}");
+    }
+
+    #[test]
     fn long_sets_are_cut_and_neighbours_joined() {
         let lost: Vec<Token> = [1, 2, 3, 9].map(own).to_vec();
         let extra: Vec<(Token, usize)> = (10..20).map(|position| (own(position), 2)).collect();

@@ -166,6 +166,44 @@ mod tests {
     }
 
     #[test]
+    fn a_stride_visits_every_step_before_it_repeats_one() {
+        for bits in 0..=7 {
+            let mut values = dither(1 << bits, 1, bits);
+            values.sort_by(f64::total_cmp);
+            let steps: Vec<f64> = (0..1 << bits).map(|k| 1.0 + f64::from(k) / f64::from(1 << bits)).collect();
+            assert_eq!(values, steps, "{bits} bits");
+        }
+    }
+
+    #[test]
+    fn one_rank_may_be_off_by_its_sums_its_division_and_a_lazy_maximum() {
+        for (exact_max, lazy) in [(true, 0.0), (false, 2f64.powi(-8))] {
+            let contract = Contract { output: Dtype::F32, exact_max, ..contract(Merge::A2a) };
+            let gamma = |unit: f64| 78.0 * unit / (1.0 - 78.0 * unit);
+            let own = 3.0 * U32 + gamma(contract.u_acc) + gamma(U32) + lazy;
+            // 1000 tokens in tiles of 16, and 16 additions more: 78
+            let element = weighed(&contract, &[1000], &[1.5]);
+            assert_eq!(element.exact, 1.5);
+            approx::assert_relative_eq!(element.low, 1.5 * (1.0 - own), max_relative = 1e-7);
+            approx::assert_relative_eq!(element.high, 1.5 * (1.0 + own), max_relative = 1e-7);
+        }
+    }
+
+    #[test]
+    fn two_ranks_are_weighed_by_their_tokens() {
+        for merge in Merge::ALL {
+            let element = weighed(&contract(merge), &[3, 0, 5], &[2.0, 0.0, -1.0]);
+            assert_eq!(element.exact, 0.125);
+            assert!(
+                element.low <= 0.125 && 0.125 <= element.high && element.high - element.low < 0.02,
+                "{element:?}"
+            );
+        }
+        let nothing = weighed(&contract(Merge::A2a), &[3, 5], &[0.0, 0.0]);
+        assert_eq!((nothing.low, nothing.high), (0.0, 0.0), "tokens of value 0 give exactly 0");
+    }
+
+    #[test]
     fn nothing_that_counts_is_exactly_zero() {
         let nothing = weighed(&contract(Merge::A2a), &[0, 0], &[1.0, 0.0]);
         assert_eq!((nothing.low, nothing.high), (0.0, 0.0));

@@ -109,6 +109,24 @@ fn every_token_that_the_row_may_not_see_is_named() {
 }
 
 #[test]
+fn a_token_that_does_not_explain_all_that_was_seen_is_not_named() {
+    let small = Small::new(1);
+    // a token of the other request, which cannot be missing
+    let foreign = Token { request: 0, position: 3 };
+    let named = small.named(&small.edited(&[(foreign, -1)]), true);
+    assert!(named.is_some() && named != Some(Attribution::Lost(foreign)), "{named:?}");
+    // the signs spell a token, and another dimension contradicts them
+    let (mut out, lse) = plain_row(&small.edited(&[(own(4), -1)]), small.code.dims(), &small.contract);
+    let spelling = small.code.spelling();
+    let other =
+        (0..small.code.dims()).find(|dim| !spelling.contains(dim)).expect("a dimension that spells nothing");
+    assert_eq!(small.named_of(&out, Some(lse)), Some(Attribution::Lost(own(4))));
+    out[other] += 0.25;
+    let named = small.named_of(&out, Some(lse));
+    assert!(named.is_some() && named != Some(Attribution::Lost(own(4))), "{named:?}");
+}
+
+#[test]
 fn a_prefix_of_another_length_is_named_with_its_length() {
     for interleave in [1, 4] {
         let small = Small::new(interleave);

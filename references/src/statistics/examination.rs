@@ -427,6 +427,28 @@ mod tests {
     }
 
     #[test]
+    fn the_mean_square_is_that_of_all_problems_together() {
+        let floors = super::super::model::Floors { ranks: vec![], value_scale: 0.0, key_scale: 0.0 };
+        let none = Filter::default();
+        let of = |elements: usize, square: f64| Examination {
+            elements,
+            excluded: 1,
+            square,
+            row: None,
+            token: None,
+            block: None,
+            ranks: vec![],
+            value_scale: none,
+            key_scale: none,
+            floors: floors.clone(),
+        };
+        let mut all = of(4, 6.0);
+        assert_eq!((of(0, 0.0).chi_square(), all.chi_square()), (None, Some(1.5)));
+        all.join(&of(8, 2.0));
+        assert_eq!((all.chi_square(), all.excluded), (Some(8.0 / 12.0), 2));
+    }
+
+    #[test]
     fn a_plausible_amplitude_goes_before_a_larger_score() {
         // the first has a score of 20 at an amplitude of 0.02: a dominant token's own rounding
         let suspects = [suspect(2e4, 1e6, 1), suspect(-49.0, 49.0, 2)];

@@ -53,6 +53,14 @@ mod tests {
     }
 
     #[test]
+    fn variances_of_further_states_add_up_and_lower_the_score() {
+        let one = Filter { product: 6.0, energy: 4.0, coherent: 5.0 };
+        let both = one.and(Filter { product: 4.0, energy: 8.0, coherent: 8.0 });
+        assert_eq!(both, Filter { product: 10.0, energy: 12.0, coherent: 13.0 });
+        assert_eq!((one.score(), both.score(), one.amplitude()), (2.0, 2.0, 1.5));
+    }
+
+    #[test]
     fn a_template_of_zero_says_nothing() {
         assert_eq!((Filter::default().score(), Filter::default().amplitude()), (0.0, 0.0));
     }

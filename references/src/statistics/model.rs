@@ -403,3 +403,73 @@ fn few_energies<T: Element>(
         })
         .collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::attention::plain::{Platform, Values, score};
+    use shardcheck_formats::contract::Merge;
+    use shardcheck_formats::recipe::Counter;
+
+    #[test]
+    fn energies_of_tokens_and_blocks_are_those_of_their_templates() {
+        let mut random = Counter::new(61, 0);
+        let mut draw = |count: usize| (0..count).map(|_| random.gaussian() as f32).collect::<Vec<_>>();
+        let (heads, qk_dim, v_dim, tokens) = (2, 16, 12, 50);
+        let (query, key, value) = (draw(2 * heads * qk_dim), draw(tokens * qk_dim), draw(tokens * v_dim));
+        let problem = Problem::new(heads, 1, qk_dim, v_dim, 0.25, &query, &key, Values::Separate(&value));
+        let (layout, visible) = (Layout::new(2, 1, 1).unwrap(), Visible::causal(tokens, 2));
+        let contract = Contract { u_acc: U32, ..Contract::bf16_default(Merge::A2a) };
+        let model = Model::new(&problem, &layout, &visible, &contract).unwrap();
+        assert!(model.admitted.iter().all(|admitted| *admitted));
+        let unit = UNIFORM_CELL * contract.u_p();
+        let weight = |state: usize, position: usize| {
+            let seen = visible[state / heads].contains(position);
+            let score = score::<Platform, f32>(&problem, state / heads, state % heads, position);
+            if seen { (score - model.moments.states[state].lse).exp() } else { 0.0 }
+        };
+        let peak = |state: usize, rank: usize| {
+            let held = (0..tokens).filter(|position| layout.owner(*position) == rank);
+            held.max_by(|a, b| weight(state, *a).total_cmp(&weight(state, *b))).unwrap()
+        };
+        // Σ_d f(v, o, 1/σ²) of one state and token
+        let over = |state: usize, position: usize, f: &dyn Fn(f64, f64, f64) -> f64| -> f64 {
+            let out = &model.moments.states[state].out;
+            let precision = &model.precision[model.elements(state)];
+            let value = problem.value_at(position, 0);
+            (0..v_dim).map(|d| f(f64::from(value[d]), out[d], precision[d])).sum()
+        };
+        for (index, &position) in model.tokens.positions.iter().enumerate() {
+            let (mut energy, mut coherent) = (0.0, 0.0);
+            for state in 0..2 * heads {
+                let p = weight(state, position);
+                energy += over(state, position, &|v, o, precision| (p * (v - o)).powi(2) * precision);
+                if peak(state, layout.owner(position)) != position {
+                    let own = over(state, position, &|v, o, precision| v * (v - o) * precision);
+                    coherent += (unit * p * p * own).powi(2);
+                }
+            }
+            let filter = model.token_filters[index];
+            approx::assert_relative_eq!(filter.energy, energy, max_relative = 1e-9);
+            approx::assert_relative_eq!(filter.coherent, coherent, max_relative = 1e-9);
+        }
+        for (block, range) in model.tokens.blocks.iter().enumerate() {
+            let positions = &model.tokens.positions[range.clone()];
+            let mut energy = 0.0;
+            for state in 0..2 * heads {
+                let (out, precision) =
+                    (&model.moments.states[state].out, &model.precision[model.elements(state)]);
+                for d in 0..v_dim {
+                    let template = |&position: &usize| {
+                        weight(state, position) * (f64::from(problem.value_at(position, 0)[d]) - out[d])
+                    };
+                    energy += positions.iter().map(template).sum::<f64>().powi(2) * precision[d];
+                }
+            }
+            approx::assert_relative_eq!(model.block_filters[block].energy, energy, max_relative = 1e-9);
+            let coherent: f64 = model.token_filters[range.clone()].iter().map(|filter| filter.coherent).sum();
+            approx::assert_relative_eq!(model.block_filters[block].coherent, coherent, max_relative = 1e-12);
+        }
+        assert!(model.tokens.blocks.len() >= 4, "{:?}", model.tokens.blocks);
+    }
+}

@@ -20,27 +20,52 @@ use crate::scene::{Scene, step, uniform};
 /// Digests by `family.part`, such as `decode.partial_lse`.
 pub type Seen = BTreeMap<String, u64>;
 
-/// Everything that the battery shows of an engine.
-pub fn observe(engine: &CpuEngine) -> Seen {
-    let mut battery = Battery { engine, seen: Seen::new() };
-    for (family, scene) in scenes() {
-        battery.attend(family, &scene);
+/// A part of the battery, tried by itself.
+pub struct Trial(Box<dyn Fn(&mut Battery<'_>) + Send + Sync>);
+
+impl Trial {
+    fn new(run: impl Fn(&mut Battery<'_>) + Send + Sync + 'static) -> Self {
+        Self(Box::new(run))
     }
-    battery.sequence();
-    battery.given_cache();
-    battery.equal_logits();
-    for (scene, budget) in contexts() {
-        battery.context(&scene, budget);
+
+    /// Everything that it shows of an engine.
+    pub fn observe(&self, engine: &CpuEngine) -> Seen {
+        let mut battery = Battery { engine, seen: Seen::new() };
+        (self.0)(&mut battery);
+        battery.seen
     }
-    battery.merges();
-    battery.states();
-    battery.segments();
-    battery.pack();
-    battery.rules();
-    battery.seen
 }
 
-struct Battery<'a> {
+/// The whole battery. Neighbours in a list of scenes are alike, so that they are not tried in a row.
+pub fn trials() -> Vec<Trial> {
+    let mut small = vec![
+        Trial::new(|battery| battery.given_cache()),
+        Trial::new(|battery| battery.equal_logits()),
+        Trial::new(|battery| battery.merges()),
+        Trial::new(|battery| battery.states()),
+        Trial::new(|battery| battery.segments()),
+        Trial::new(|battery| battery.pack()),
+        Trial::new(|battery| battery.rules()),
+    ];
+    for (scene, budget) in contexts() {
+        small.push(Trial::new(move |battery| battery.context(&scene, budget)));
+    }
+    let attend = |(family, scene): (&'static str, Scene)| Trial::new(move |b| b.attend(family, &scene));
+    let mut scenes: Vec<Trial> = scenes().into_iter().map(attend).collect();
+    let mut trials = small;
+    while !scenes.is_empty() {
+        // every seventh, then every seventh of the rest
+        let (chosen, rest): (Vec<_>, Vec<_>) = scenes.into_iter().enumerate().partition(|(i, _)| i % 7 == 3);
+        let (chosen, rest) = if chosen.is_empty() { (rest, chosen) } else { (chosen, rest) };
+        trials.extend(chosen.into_iter().map(|(_, trial)| trial));
+        scenes = rest.into_iter().map(|(_, trial)| trial).collect();
+    }
+    trials.push(Trial::new(|battery| battery.sequence()));
+    trials
+}
+
+/// What is tried.
+pub struct Battery<'a> {
     engine: &'a CpuEngine,
     seen: Seen,
 }
