@@ -117,7 +117,9 @@ impl Diff {
             before: before.header.run_id.clone(),
             after: after.header.run_id.clone(),
             headers: header_differences(&before.header, &after.header),
-            reproduce: newly_failing.first().map(|change| replay_command(&change.id, Some(&after.header))),
+            reproduce: newly_failing
+                .first()
+                .map(|change| replay_command(&change.id, Some((&after.header).into()))),
             claims_newly_failing: claims(after, before, |after, before| (before, after)),
             claims_fixed: claims(before, after, |before, after| (before, after)),
             newly_failing,

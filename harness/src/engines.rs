@@ -182,9 +182,8 @@ fn command(name: &str) -> Result<Option<String>, EngineChoiceError> {
     }
     let (engine, version) = name.split_once('@').unwrap_or((name, ""));
     let is_version = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '+'));
-    if engine == "vllm" && is_version(version) {
-        let release = if version.is_empty() { String::new() } else { format!(" --release {version}") };
-        return Ok(Some(adapter(&format!("shardcheck.adapters.vllm:Engine{release}"))));
+    if engine == "vllm" && !version.is_empty() && is_version(version) {
+        return Ok(Some(adapter(&format!("shardcheck.adapters.vllm:Engine --release {version}"))));
     }
     let suggestion = nearest(engine, [EMBEDDED, "exec:COMMAND", "python:MODULE:CLASS", "vllm@VERSION"]);
     Err(EngineChoiceError::UnknownEngine { name: name.to_owned(), suggestion: suggestion.map(str::to_owned) })
@@ -220,12 +219,11 @@ mod tests {
         assert_eq!(command("exec:torchrun x").unwrap().unwrap(), "torchrun x");
         let vllm = command("vllm@0.33.0").unwrap().unwrap();
         assert!(vllm.ends_with("-m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0"));
-        assert!(command("vllm").unwrap().unwrap().ends_with("vllm:Engine"));
     }
 
     #[test]
     fn a_name_that_stands_for_nothing_is_refused_with_what_would_do() {
-        for name in ["cppu", "exec:", "python:", "vllm@0.33.0;rm", "sglang@0.5"] {
+        for name in ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@0.5"] {
             let error = command(name).unwrap_err().to_string();
             assert!(error.contains("exec:COMMAND"), "{name}: {error}");
         }

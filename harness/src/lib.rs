@@ -29,6 +29,7 @@ pub mod measure;
 pub mod merging;
 pub mod mutants;
 pub mod nearest;
+pub mod patience;
 pub mod probing;
 pub mod progress;
 pub mod properties;

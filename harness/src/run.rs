@@ -10,6 +10,7 @@ use crate::event::{CaseResult, Check, Coverage};
 use crate::finding::Finding;
 use crate::laboratory::Laboratory;
 use crate::material::Material;
+use crate::patience::Patience;
 use crate::properties::{self, Property};
 use crate::status::Status;
 
@@ -29,7 +30,8 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
                 vec![Check::new("case", Finding::Inconclusive(why.clone()))]
             }
             Ok(material) => {
-                let laboratory = Laboratory::new(case, engine, material);
+                let patience = Patience::new(engine);
+                let laboratory = Laboratory::new(case, &patience, material);
                 properties::of(case)
                     .filter(|property| only(property))
                     .map(|property| Check::new(property.id, property.judge(&laboratory)))

@@ -104,6 +104,13 @@ impl<'a> Call<'a> {
             value_store,
         };
         for (index, (seq_len, rows)) in spans(tensors, tokens)?.into_iter().enumerate() {
+            // lengths count the new rows: what has fewer tokens than rows was given context lengths
+            if seq_len > 0 && rows.len() > seq_len {
+                return Err(CheckError::Value(format!(
+                    "request {index} has {} rows and {seq_len} tokens: seq_lens counts the new tokens too",
+                    rows.len()
+                )));
+            }
             if index >= call.pages.requests() {
                 let wanted = "a row for every request of seq_lens";
                 return Err(CheckError::shape("block_table", tensors.get("block_table")?.shape(), wanted));

@@ -63,7 +63,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         let text = if args.json {
             serde_json::to_string(&result).map_err(CommandError::internal)? + "\n"
         } else {
-            full_text(&result, Some(&record.header))
+            full_text(&result, Some((&record.header).into()))
         };
         progress.beside(|| print(text))?;
         progress.step();

@@ -13,6 +13,7 @@ use crate::emit::script;
 use crate::engines::{self, EngineArgs};
 use crate::nearest::nearest;
 use crate::recording::{Recorder, Recording};
+use crate::report::block::Origin;
 use crate::run::judge_case;
 use crate::run_directory::{CASES_FOLDER, case_folder_name, resolve};
 use crate::select::SelectError;
@@ -89,7 +90,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     if let (None, Some(fault)) = (&args.fault, &fault) {
         eprintln!("with the fault of the run: {fault}");
     }
-    let engine = engines::open(&engine, fault.as_deref(), args.timeout_s)?;
+    let chosen = engine;
+    let engine = engines::open(&chosen, fault.as_deref(), args.timeout_s)?;
     let only = |property: &crate::properties::Property| {
         args.property.is_empty() || args.property.iter().any(|id| id == property.id)
     };
@@ -104,7 +106,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         if args.json {
             print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
-            print(full_text(&result, None))?;
+            print(full_text(&result, Some(Origin { engine: chosen.name(), fault: fault.as_deref() })))?;
         }
         statuses.push(result.status);
     }

@@ -7,7 +7,7 @@ use crate::cli::CommandError;
 use crate::event::{CaseResult, Event, RunHeader};
 use crate::finding::Finding;
 use crate::properties;
-use crate::report::block::{Block, short};
+use crate::report::block::{Block, Origin, short};
 use crate::report::github::GithubReporter;
 use crate::report::html::HtmlReporter;
 use crate::report::json::JsonReporter;
@@ -160,9 +160,9 @@ impl Feed {
 }
 
 /// Everything that was found of a case, whatever its verdict.
-pub(super) fn full_text(result: &CaseResult, header: Option<&RunHeader>) -> String {
+pub(super) fn full_text(result: &CaseResult, origin: Option<Origin<'_>>) -> String {
     if result.status.is_failure() {
-        return Block::of(result, header, &glossary()).to_string();
+        return Block::of(result, origin, &glossary()).to_string();
     }
     let mut text = format!("{} {}\n", result.status, result.id);
     for check in &result.checks {

@@ -27,9 +27,24 @@ pub struct Block {
     pub lines: Vec<Line>,
 }
 
+/// What a case was judged on, for the command that judges it again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Origin<'a> {
+    /// Engine as it was given on the command line.
+    pub engine: &'a str,
+    /// Fault that was injected.
+    pub fault: Option<&'a str>,
+}
+
+impl<'a> From<&'a RunHeader> for Origin<'a> {
+    fn from(header: &'a RunHeader) -> Self {
+        Self { engine: &header.engine, fault: header.fault.as_deref() }
+    }
+}
+
 impl Block {
     /// The block of a case.
-    pub fn of(result: &CaseResult, header: Option<&RunHeader>, glossary: &Glossary) -> Self {
+    pub fn of(result: &CaseResult, origin: Option<Origin<'_>>, glossary: &Glossary) -> Self {
         let mut block = Self { status: result.status, id: printable(&result.id), lines: Vec::new() };
         for check in result.failures() {
             block.add_check(check, glossary);
@@ -37,7 +52,7 @@ impl Block {
         if let Some(reason) = &result.reason {
             block.add("reason", reason);
         }
-        block.add("reproduce", &replay_command(&result.id, header));
+        block.add("reproduce", &replay_command(&result.id, origin));
         block
     }
 
@@ -95,13 +110,13 @@ impl fmt::Display for Block {
 }
 
 /// The command that runs a case again, on the engine and with the fault that it failed with.
-pub fn replay_command(id: &str, header: Option<&RunHeader>) -> String {
+pub fn replay_command(id: &str, origin: Option<Origin<'_>>) -> String {
     let mut command = format!("shardcheck replay {}", shell_quoted(id));
-    if let Some(header) = header {
-        if header.engine != "cpu" {
-            command += &format!(" --engine {}", shell_quoted(&header.engine));
+    if let Some(origin) = origin {
+        if origin.engine != "cpu" {
+            command += &format!(" --engine {}", shell_quoted(origin.engine));
         }
-        if let Some(fault) = &header.fault {
+        if let Some(fault) = origin.fault {
             command += &format!(" --fault {}", shell_quoted(fault));
         }
     }
@@ -169,7 +184,7 @@ mod tests {
           note  rows 2 and 3 attended token 259, which they must not see
      reproduce  shardcheck replay 'verify/tiny-mla@w4'
 ";
-        assert_eq!(Block::of(&result, Some(&sample::header()), &glossary()).to_string(), expected);
+        assert_eq!(Block::of(&result, Some((&sample::header()).into()), &glossary()).to_string(), expected);
     }
 
     #[test]
@@ -186,7 +201,7 @@ mod tests {
             fault: Some("drop-rank".into()),
             ..sample::header()
         };
-        let command = replay_command("verify/it's $HOME", Some(&header));
+        let command = replay_command("verify/it's $HOME", Some((&header).into()));
         assert_eq!(
             command,
             "shardcheck replay 'verify/it'\\''s $HOME' --engine 'process:./adapter --flag' --fault 'drop-rank'"

@@ -68,7 +68,7 @@ impl<W: Write> GithubReporter<W> {
                     1 => String::new(),
                     n => format!("{} other cases fail of the same\n", n - 1),
                 };
-                let block = Block::of(&cause.first, self.header.as_ref(), &self.glossary);
+                let block = Block::of(&cause.first, self.header.as_ref().map(Into::into), &self.glossary);
                 annotation(&format!("{property}: {stage}"), &format!("{block}{others}"))
             })
             .collect();

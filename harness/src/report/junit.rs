@@ -125,7 +125,7 @@ fn case_status(result: &CaseResult, record: &RunRecord, glossary: &Glossary) -> 
             status.set_message(format!("{}: {reason}", result.status));
         }
         None => {
-            let block = Block::of(result, Some(&record.header), glossary);
+            let block = Block::of(result, Some((&record.header).into()), glossary);
             let found = block.lines.iter().find(|line| matches!(line.label, "found" | "engine"));
             status.set_message(found.map_or(result.status.name(), |line| line.text.as_str()));
             status.set_description(block.to_string());

@@ -153,7 +153,7 @@ impl<W: Write> TerminalReporter<W> {
             let seen = self.blocks_by_cause.entry(cause.clone()).or_insert(0);
             *seen += 1;
             let text = if *seen <= BLOCKS_PER_CAUSE {
-                self.painted(&Block::of(result, self.header.as_ref(), &self.glossary))
+                self.painted(&Block::of(result, self.header.as_ref().map(Into::into), &self.glossary))
             } else {
                 let like = format!("as above: {}, {}", cause.0, cause.1);
                 format!("{} {} ({like})\n", self.status_word(result.status), printable(&result.id))

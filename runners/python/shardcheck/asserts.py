@@ -10,14 +10,17 @@ rank, stage and the known slip that gives what was seen (docs/check.md). The jud
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
+import operator
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -59,6 +62,7 @@ class BinaryNotFound(RuntimeError):
     """The program `shardcheck` is nowhere to be found, or can't be run."""
 
 
+@_answers
 def assert_decode(
     q: Array,
     kv_cache: Array | Sequence[Array],
@@ -119,6 +123,7 @@ def assert_decode(
     return _attention("decode", **{**locals(), "causal": True})
 
 
+@_answers
 def assert_verify(
     q: Array,
     kv_cache: Array | Sequence[Array],
@@ -156,6 +161,7 @@ def assert_verify(
     return _attention("verify", **locals())
 
 
+@_answers
 def assert_merge(
     partial_out: Array | Sequence[Array],
     partial_lse: Array | Sequence[Array],
@@ -186,6 +192,7 @@ def assert_merge(
     return _judged(header, tensors)
 
 
+@_answers
 def assert_layout(
     seq_lens: Array,
     *,
@@ -214,10 +221,10 @@ def assert_layout(
     header = {
         "schema_version": 1,
         "check": "layout",
-        "world": world_size,
-        "interleave": interleave,
-        "block_size": block_size,
-        "rank": rank,
+        "world": _count("world_size", world_size),
+        "interleave": _count("interleave", interleave),
+        "block_size": None if block_size is None else _count("block_size", block_size),
+        "rank": None if rank is None else _count("rank", rank),
         "mask": "causal" if causal else "bidirectional",
     }
     given = {
@@ -264,10 +271,10 @@ def _attention(check: str, **given: Any) -> dict[str, Any]:
     header |= {
         "kv_lora_rank": given["kv_lora_rank"],
         "kv_layout": layout,
-        "k_scale": _number(given["k_scale"]),
-        "v_scale": _number(v_scale),
-        "world": given["world_size"],
-        "interleave": given["interleave"],
+        "k_scale": _number("k_scale", given["k_scale"]),
+        "v_scale": _number("v_scale", v_scale),
+        "world": _count("world_size", given["world_size"]),
+        "interleave": _count("interleave", given["interleave"]),
         "mask": "causal" if given["causal"] else "bidirectional",
         "statistics": bool(given["statistics"]),
     }
@@ -280,12 +287,14 @@ def _attention(check: str, **given: Any) -> dict[str, Any]:
     for name in ("block_table", "seq_lens", "query_start_loc"):
         if given[name] is not None:
             tensors[name] = _integers(given[name])
+    if given["softmax_scale"] is not None and given["sm_scale"] is not None:
+        raise CheckError("softmax_scale and sm_scale are one argument by two names: give one of them")
     scale = given["softmax_scale"] if given["softmax_scale"] is not None else given["sm_scale"]
     if scale is None:
         if latent:
             raise CheckError("softmax_scale is needed for MLA: the width behind it is not that of the cache")
         scale = 1.0 / math.sqrt(q.shape[-1])
-    header["softmax_scale"] = _number(scale)
+    header["softmax_scale"] = _number("softmax_scale", scale)
     caches = _caches(given["kv_cache"], latent)
     _add_caches(header, tensors, caches, given)
     return _judged(header, tensors)
@@ -340,7 +349,7 @@ def _add_caches(
     header: dict[str, Any], tensors: dict[str, Tensor], caches: dict[str, Array], given: dict[str, Any]
 ) -> None:
     """Adds the pages that the block table can lead to: a real cache is larger than any file should be."""
-    latent, world = "kv_cache" in caches, given["world_size"]
+    latent, world = "kv_cache" in caches, header["world"]
     first = next(iter(caches.values()))
     shape = tuple(first.shape)
     per_rank = given["per_rank"]
@@ -438,9 +447,41 @@ def _integers(value: Any) -> Tensor:
     return Tensor.of(array.astype(np.int64))
 
 
-def _number(value: Any) -> float:
-    """A number out of a number, or out of a tensor that holds one."""
-    return float(value.item() if hasattr(value, "item") else value)
+def _number(name: str, value: Any) -> float:
+    """A finite number out of a number, or out of a tensor that holds one."""
+    try:
+        number = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):
+        raise CheckError(f"{name} is {value!r}: give one number") from None
+    if not math.isfinite(number):
+        raise CheckError(f"{name} is {number}: give a finite number")
+    return number
+
+
+def _count(name: str, value: Any) -> int:
+    """A whole number, of numpy or torch as well."""
+    try:
+        return operator.index(value.item() if hasattr(value, "item") else value)
+    except TypeError:
+        raise CheckError(f"{name} is {value!r}: give a whole number") from None
+
+
+def _answers(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Turns what arrays say that can't be read as they are into a `CheckError`; a name that is no argument stays a `TypeError`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def answering(*given: Any, **named: Any) -> dict[str, Any]:
+        signature.bind(*given, **named)
+        try:
+            return function(*given, **named)
+        except (CheckFailed, CheckError, BinaryNotFound):
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            kind = type(error).__name__
+            raise CheckError(f"the arguments can't be read as arrays and numbers: {kind}: {error}") from error
+
+    return answering
 
 
 def _binary() -> str:
@@ -475,6 +516,8 @@ def _write(file: Any, header: dict[str, Any], tensors: dict[str, Tensor]) -> Non
 def _judged(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any]:
     binary, kept = _binary(), os.environ.get("SHARDCHECK_KEEP")
     prefix = f"shardcheck-{header['check']}-"
+    if kept:
+        os.makedirs(kept, exist_ok=True)
     descriptor, path = tempfile.mkstemp(prefix=prefix, suffix=".safetensors", dir=kept or None)
     keep = False
     try:
@@ -490,8 +533,11 @@ def _judged(header: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Any
         if done.returncode == _USAGE:
             raise CheckError(done.stderr.strip().removeprefix("error: "))
         if done.returncode not in (0, _FAILED, _UNDECIDED):
-            raise RuntimeError(f"{binary} check ended with {done.returncode}: {done.stderr.strip()}")
-        report: dict[str, Any] = json.loads(done.stdout)
+            raise BinaryNotFound(f"{binary} check ended with {done.returncode}: {done.stderr.strip() or 'no word'}")
+        try:
+            report: dict[str, Any] = json.loads(done.stdout)
+        except json.JSONDecodeError:
+            raise BinaryNotFound(f"{binary} is not shardcheck: it answers {done.stdout[:60]!r}") from None
         if done.returncode == 0:
             return report
         keep = kept is not None

@@ -145,7 +145,7 @@ impl Page {
                     id: result.id.clone(),
                     anchor: case_anchor(&result.id),
                     status: result.status.name(),
-                    block: Block::of(result, Some(&record.header), glossary).to_string(),
+                    block: Block::of(result, Some((&record.header).into()), glossary).to_string(),
                 })
                 .collect(),
             cases: record.cases.iter().map(case_row).collect(),
