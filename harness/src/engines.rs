@@ -238,7 +238,8 @@ mod tests {
 
     #[test]
     fn a_fault_at_the_boundary_is_never_taken_for_a_slip_in_the_name_of_another() {
-        for known in boundary_faults() {
+        // a name that both have means the one in the engine
+        for known in boundary_faults().filter(|known| fault(known.name).is_none()) {
             let error = find_fault(known.name).unwrap_err();
             assert!(matches!(error, EngineChoiceError::FaultAtTheBoundary { name } if name == known.name));
             let command = format!("mutants run --boundary --fault {}", known.name);

@@ -53,8 +53,8 @@ fn a_fault_at_the_boundary_that_is_misspelt_is_a_usage_error_with_a_hint() {
 fn a_fault_that_is_asked_for_in_the_wrong_place_is_sent_to_its_own() {
     let program = Program::new();
     for verb in [&["run"][..], &["mutants", "run"], &["mutants", "matrix"], &["mutants", "diagnose"]] {
-        let outcome = program.expect(2, &[verb, &["--fault", "output-all-zero"]].concat());
-        assert!(outcome.err.contains("mutants run --boundary --fault output-all-zero"), "{}", outcome.err);
+        let outcome = program.expect(2, &[verb, &["--fault", "lse-in-base-2"]].concat());
+        assert!(outcome.err.contains("mutants run --boundary --fault lse-in-base-2"), "{}", outcome.err);
     }
     let outcome = program.expect(2, &["mutants", "run", "--boundary", "--fault", "written-by-every-rank"]);
     assert!(outcome.err.contains("mutants run --fault written-by-every-rank"), "{}", outcome.err);

@@ -175,6 +175,15 @@ mod tests {
     }
 
     #[test]
+    fn a_tolerance_is_the_largest_deviation_in_tokens() {
+        let element = |exact: f64, low: f64, high: f64| Element { exact, low, high };
+        let elements = vec![element(0.5, 0.25, 0.625), element(0.0, -0.125, 0.5), element(9.0, 0.0, 9.0)];
+        let row = Expectation { elements, lse: 8f64.ln(), lse_bound: 0.0, tokens: 8 };
+        assert_eq!((row.elements[0].tolerance(8), row.elements[1].tolerance(8)), (2.0, 4.0));
+        assert_eq!((row.tolerance(0..2), row.tolerance(0..1), row.tolerance(0..3)), (4.0, 2.0, 72.0));
+    }
+
+    #[test]
     fn a_million_tokens_leave_room_to_spell_on_both_backends() {
         for (interleave, tokens) in [(1, 1 << 20), (16, 1 << 20), (1, 1_000_003), (16, 1_000_003)] {
             for merge in Merge::ALL {

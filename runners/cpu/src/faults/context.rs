@@ -212,3 +212,24 @@ fn unguarded(prefix: f32, suffix: f32) -> StateWeights {
     let merged = max + ((prefix - max).exp() + (suffix - max).exp()).ln();
     StateWeights { prefix: (prefix - merged).exp(), suffix: (suffix - merged).exp(), lse: merged }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn wrong_merges_of_two_states_are_wrong_as_their_titles_say() {
+        let near = |a: f32, b: f32| assert!((a - b).abs() < 1e-6, "{a} {b}");
+        let binary = merge_in_base_2(1.0, 3.0);
+        near(binary.lse, (1f32.exp2() + 3f32.exp2()).log2());
+        near(binary.prefix, (1.0 - binary.lse).exp2());
+        near(binary.suffix, (3.0 - binary.lse).exp2());
+        let plain = unguarded(1.0, 3.0);
+        near(plain.lse, (1f32.exp() + 3f32.exp()).ln());
+        near(plain.prefix + plain.suffix, 1.0);
+        let nothing = unguarded(f32::NEG_INFINITY, f32::NEG_INFINITY);
+        assert!(nothing.lse.is_nan(), "nothing guards two states that hold nothing");
+        let second = only_second(2.0);
+        assert_eq!((second.prefix, second.suffix, second.lse), (0.0, 1.0, 2.0));
+    }
+}

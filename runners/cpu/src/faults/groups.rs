@@ -184,3 +184,15 @@ fn fold_in_turn(row: &[f32], dim: usize, width: usize) -> Vec<f32> {
     folded.resize(width * dim, 0.0);
     folded
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_transposed_head_is_read_column_by_column() {
+        let tensor =
+            Tensor::from_f32(shardcheck_formats::Dtype::F32, &[1, 2, 3], &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+        assert_eq!(transposed(&tensor), [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]);
+    }
+}

@@ -218,3 +218,13 @@ fn repeat_each_head(row: &[f32], dim: usize, width: usize) -> Vec<f32> {
     padded.truncate(width * dim);
     padded
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeated_heads_stand_beside_each_other_up_to_the_width() {
+        assert_eq!(repeat_each_head(&[1.0, 2.0, 3.0, 4.0], 2, 3), [1.0, 2.0, 1.0, 2.0, 3.0, 4.0]);
+    }
+}

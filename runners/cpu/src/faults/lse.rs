@@ -328,3 +328,31 @@ fn denominator_of_two(lses: &[f32], weights: &mut [f32]) -> f32 {
     weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp());
     merged
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const LSES: [f32; 3] = [0.5, f32::NEG_INFINITY, 2.0];
+
+    fn merged(merge: fn(&[f32], &mut [f32]) -> f32) -> (Vec<f32>, f32) {
+        let mut weights = vec![f32::NAN; 3];
+        let lse = merge(&LSES, &mut weights);
+        (weights, lse)
+    }
+
+    fn assert_near(seen: (Vec<f32>, f32), weights: [f32; 3], lse: f32) {
+        let near = |a: f32, b: f32| (a - b).abs() < 1e-6;
+        assert!(seen.0.iter().zip(weights).all(|(a, b)| near(*a, b)) && near(seen.1, lse), "{seen:?}");
+    }
+
+    #[test]
+    fn each_wrong_merge_is_wrong_as_its_title_says() {
+        let natural = (0.5f32.exp() + 2f32.exp()).ln();
+        assert_near(merged(average), [0.5, 0.0, 0.5], natural);
+        assert_near(merged(unnormalised), [(-1.5f32).exp(), 0.0, 1.0], natural);
+        let binary = (0.5f32.exp2() + 2f32.exp2()).log2();
+        assert_near(merged(base_2), [(0.5 - binary).exp2(), 0.0, (2.0 - binary).exp2()], binary);
+        assert_near(merged(unshifted), [(0.5 - natural).exp(), 0.0, (2.0 - natural).exp()], natural);
+    }
+}
