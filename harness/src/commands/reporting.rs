@@ -4,7 +4,7 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 
 use crate::cli::CommandError;
-use crate::event::{CaseResult, Event, RunHeader};
+use crate::event::{CaseResult, Event};
 use crate::finding::Finding;
 use crate::properties;
 use crate::report::block::{Block, Origin, short};

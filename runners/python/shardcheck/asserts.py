@@ -62,6 +62,24 @@ class BinaryNotFound(RuntimeError):
     """The program `shardcheck` is nowhere to be found, or can't be run."""
 
 
+def _answers(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Turns what arrays say that can't be read as they are into a `CheckError`; a name that is no argument stays a `TypeError`."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def answering(*given: Any, **named: Any) -> dict[str, Any]:
+        signature.bind(*given, **named)
+        try:
+            return function(*given, **named)
+        except (CheckFailed, CheckError, BinaryNotFound):
+            raise
+        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+            kind = type(error).__name__
+            raise CheckError(f"the arguments can't be read as arrays and numbers: {kind}: {error}") from error
+
+    return answering
+
+
 @_answers
 def assert_decode(
     q: Array,
@@ -464,24 +482,6 @@ def _count(name: str, value: Any) -> int:
         return operator.index(value.item() if hasattr(value, "item") else value)
     except TypeError:
         raise CheckError(f"{name} is {value!r}: give a whole number") from None
-
-
-def _answers(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Turns what arrays say that can't be read as they are into a `CheckError`; a name that is no argument stays a `TypeError`."""
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def answering(*given: Any, **named: Any) -> dict[str, Any]:
-        signature.bind(*given, **named)
-        try:
-            return function(*given, **named)
-        except (CheckFailed, CheckError, BinaryNotFound):
-            raise
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, RuntimeError) as error:
-            kind = type(error).__name__
-            raise CheckError(f"the arguments can't be read as arrays and numbers: {kind}: {error}") from error
-
-    return answering
 
 
 def _binary() -> str:

@@ -326,5 +326,53 @@ class Program(unittest.TestCase):
                 assert_layout([1], world_size=1, local_lens=[[1]])
 
 
+class Refusals(Judged):
+    """One query head, one KV head, two tokens in one block of four."""
+
+    def decode(self, **changed):
+        given = {
+            "q": np.ones((1, 1, 4), np.float32),
+            "kv_cache": (np.ones((1, 4, 1, 4), np.float32), np.ones((1, 4, 1, 4), np.float32)),
+            "block_table": [[0]],
+            "seq_lens": [2],
+            "out": np.ones((1, 1, 4), np.float32),
+            "contract": "f32",
+        }
+        return assert_decode(**{**given, **changed})
+
+    def test_the_call_passes_as_it_stands_and_with_numbers_of_numpy(self):
+        self.decode()
+        self.decode(world_size=np.int64(1), interleave=np.int32(1), k_scale=np.float32(1.0))
+
+    def test_arguments_that_contradict_each_other_or_are_no_numbers_are_named(self):
+        for changed, word in [
+            ({"softmax_scale": 0.5, "sm_scale": 0.25}, "softmax_scale and sm_scale"),
+            ({"softmax_scale": float("nan")}, "softmax_scale is nan"),
+            ({"k_scale": np.ones(2)}, "k_scale"),
+            ({"world_size": 2.5}, "world_size is 2.5"),
+            ({"contract": None}, "can't be read"),
+            ({"q": [[1.0], [1.0]]}, "can't be read"),
+            ({"q": np.ones((3, 1, 4), np.float32), "out": np.ones((3, 1, 4), np.float32)}, "3 rows and 2 tokens"),
+        ]:
+            with self.subTest(word), self.assertRaisesRegex(CheckError, word):
+                self.decode(**changed)
+        with self.assertRaises(TypeError):
+            self.decode(no_such_argument=1)
+
+    def test_a_program_that_is_another_is_told_from_a_verdict(self):
+        with mock.patch.dict(os.environ, {"SHARDCHECK_BIN": "/bin/true"}):
+            with self.assertRaisesRegex(BinaryNotFound, "is not shardcheck"):
+                self.decode()
+
+    def test_a_folder_for_failed_calls_is_made(self):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = pathlib.Path(folder) / "not" / "there"
+            with mock.patch.dict(os.environ, {"SHARDCHECK_KEEP": str(kept)}):
+                self.decode()
+                with self.assertRaises(CheckFailed):
+                    self.decode(out=np.zeros((1, 1, 4), np.float32))
+            self.assertEqual(len(list(kept.iterdir())), 1)
+
+
 if __name__ == "__main__":
     unittest.main()
