@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use shardcheck_engine::{
     Answer, Configuration, Engine, EngineError, Operation, OperationKind, Profile, Provenance,
-    Reply as StepReply, RuleSetName, Session, Settings, Tensors, Validation,
+    Reply as StepReply, RuleSetName, Session, Settings, TensorSpec, Tensors, Validation,
 };
 
 use crate::child::Child;
@@ -380,17 +380,20 @@ impl Drop for ProcessSession {
 }
 
 /// Outputs of a reply; changed inputs go to where they came from.
-fn sort(kind: OperationKind, tensors: Tensors, inputs: &mut Tensors) -> Result<Tensors, EngineError> {
+fn sort(kind: OperationKind, mut tensors: Tensors, inputs: &mut Tensors) -> Result<Tensors, EngineError> {
+    let known = |name: &str| {
+        let returned =
+            |spec: &TensorSpec| matches!(spec.provenance, Provenance::Output | Provenance::Observable);
+        kind.tensors().iter().any(|spec| spec.name == name && returned(spec))
+    };
     let mut outputs = Tensors::new();
-    for (name, tensor) in tensors.iter() {
-        let known = |provenances: &[Provenance], name: &str| {
-            kind.tensors().iter().any(|spec| spec.name == name && provenances.contains(&spec.provenance))
-        };
+    let names: Vec<String> = tensors.iter().map(|(name, _)| name.to_owned()).collect();
+    for name in names {
+        // moved, not copied: a cache that is read back may be a gigabyte
+        let Some(tensor) = tensors.remove(&name) else { continue };
         match name.strip_prefix(CHANGED_INPUT) {
-            Some(input) if inputs.find(input).is_some() => inputs.insert(input, tensor.clone()),
-            None if known(&[Provenance::Output, Provenance::Observable], name) => {
-                outputs.insert(name, tensor.clone());
-            }
+            Some(input) if inputs.find(input).is_some() => inputs.insert(input, tensor),
+            None if known(&name) => outputs.insert(&name, tensor),
             _ => {
                 let text = format!("the reply has a tensor {name:?} that {kind} does not have");
                 return Err(EngineError::Crash { text });
