@@ -27,7 +27,10 @@ pub use version::{Version, VersionError, Versions};
 pub const CLAIMS_SCHEMA_VERSION: u32 = 1;
 
 /// Claims files that the program holds, by the engine's name in its profile.
-const EMBEDDED: [(&str, &str); 1] = [("vllm", include_str!("../../cases/engines/vllm.toml"))];
+const EMBEDDED: [(&str, &str); 2] = [
+    ("vllm", include_str!("../../cases/engines/vllm.toml")),
+    ("ring-flash-attn", include_str!("../../cases/engines/ring-flash-attn.toml")),
+];
 
 /// A finding that versions of an engine must show.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
