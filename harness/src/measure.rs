@@ -265,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn sums_that_lose_more_than_declared_are_seen() {
+    fn probabilities_that_are_rounded_although_none_are_declared_are_seen() {
         struct Boaster(CpuEngine, shardcheck_engine::Profile);
         impl Engine for Boaster {
             fn profile(&self) -> &shardcheck_engine::Profile {
@@ -294,8 +294,8 @@ mod tests {
         let engine = shardcheck_cpu::engine();
         let mut profile = engine.profile().clone();
         let decode = profile.operations.get_mut(&OperationKind::Decode).expect("it decodes");
-        decode.contract.as_mut().expect("with a contract").u_acc = 2f64.powi(-60);
-        let reading = against_bound(&Boaster(engine, profile), "sums of scores", &score_sums());
+        decode.contract.as_mut().expect("with a contract").p_dtype = None;
+        let reading = probabilities(&Boaster(engine, profile));
         assert_eq!(reading.agrees, Some(false), "{reading:?}");
     }
 }

@@ -21,10 +21,14 @@ fn a_request_without_tokens_gives_zeros_and_minus_infinity_or_what_it_likes() {
 }
 
 #[test]
-fn a_row_before_the_first_token_of_a_short_request_is_empty() {
+fn more_rows_than_tokens_are_refused_because_lengths_count_the_new_ones() {
     let scene = Scene::latent(2, 1, &[(2, 4)]);
-    let report = scene.report(&Slip::none());
-    assert_eq!(report.status, Status::Pass, "{report}");
+    let inputs = scene.inputs();
+    let answer = scene.answer(&inputs, &Slip::none());
+    let shape = [scene.rows(), scene.heads, scene.v_dim];
+    let tensors = inputs.tensors.with("out", Tensor::from_f32(Dtype::Bf16, &shape, &answer.out));
+    let error = check(&pack(&scene.header, &tensors).unwrap()).unwrap_err().to_string();
+    assert!(error.contains("4 rows and 2 tokens"), "{error}");
 }
 
 #[test]
