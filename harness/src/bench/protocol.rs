@@ -45,7 +45,8 @@ impl Line {
 /// # Errors
 /// What an engine says that fails or does not do a step.
 pub fn measure(direct: &dyn Engine, behind: &dyn Engine, options: &Options) -> Result<Vec<Line>, String> {
-    let mut lines = vec![small_step(direct, behind, options)?, small_case(direct, behind, options)];
+    let mut lines = vec![small_step(direct, behind, options)?];
+    lines.extend(whole_cases(direct, behind, options));
     for bytes in &options.sizes_bytes {
         lines.extend(cache(direct, behind, options, *bytes)?);
     }
@@ -93,21 +94,32 @@ fn small_step(direct: &dyn Engine, behind: &dyn Engine, options: &Options) -> Re
     Ok(Line { what: "a step of merge_states".to_owned(), bytes, direct_s: medians[0], behind_s: medians[1] })
 }
 
-/// Whole cases of the smallest suite, oracle and properties included, by the case.
-fn small_case(direct: &dyn Engine, behind: &dyn Engine, options: &Options) -> Line {
+/// Whole cases of the smallest suite, oracle and properties included: the one in the middle, and the mean, which the long sequences
+/// of steps among them raise.
+fn whole_cases(direct: &dyn Engine, behind: &dyn Engine, options: &Options) -> [Line; 2] {
     let cases = suite(SuiteName::EngineSmoke, 1);
-    let mut times = [Vec::new(), Vec::new()];
+    let mut times = vec![[Vec::new(), Vec::new()]; cases.len()];
     for _ in 0..options.runs {
-        for (engine, times) in [direct, behind].into_iter().zip(&mut times) {
-            let started = Instant::now();
-            for case in &cases {
+        for (case, times) in cases.iter().zip(&mut times) {
+            for (engine, times) in [direct, behind].into_iter().zip(times) {
+                let started = Instant::now();
                 judge_case(case, engine, &|_| true);
+                times.push(started.elapsed().as_secs_f64());
             }
-            times.push(started.elapsed().as_secs_f64() / cases.len() as f64);
         }
     }
-    let [direct_s, behind_s] = times.map(middle);
-    Line { what: "a case of engine-smoke".to_owned(), bytes: 0, direct_s, behind_s }
+    let mut lines: Vec<Line> = times
+        .into_iter()
+        .map(|times| {
+            let [direct_s, behind_s] = times.map(middle);
+            Line { what: "the middle case of engine-smoke".to_owned(), bytes: 0, direct_s, behind_s }
+        })
+        .collect();
+    let mean = |seconds: fn(&Line) -> f64| lines.iter().map(seconds).sum::<f64>() / lines.len() as f64;
+    let what = "engine-smoke, mean of its cases".to_owned();
+    let mean = Line { what, bytes: 0, direct_s: mean(|l| l.direct_s), behind_s: mean(|l| l.behind_s) };
+    lines.sort_by(|a, b| a.overhead_s().total_cmp(&b.overhead_s()));
+    [lines.swap_remove(lines.len() / 2), mean]
 }
 
 /// A cache that is loaded, and one that is read back.

@@ -3,16 +3,14 @@
 //! safetensors knows no strides, so a strided view is stored flat, as bytes, and its dtype, shape and strides are kept beside the image.
 
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::os::unix::fs::FileExt;
-use std::path::Path;
+use std::io::{self, Read, Write};
 
-use safetensors::tensor::{TensorInfo, TensorView};
-use safetensors::{Dtype as StoredDtype, SafeTensors};
+use safetensors::Dtype as StoredDtype;
+use safetensors::tensor::{Metadata, TensorInfo, TensorView};
 use serde::{Deserialize, Serialize};
 use shardcheck_formats::Dtype;
 
-use crate::{Tensor, Tensors};
+use crate::{Tensor, Tensors, large};
 
 /// Longest header of an image that is read, as safetensors has it.
 const MAX_HEADER_BYTES: u64 = 100_000_000;
@@ -33,85 +31,150 @@ pub type StridedViews = BTreeMap<String, StridedView>;
 
 /// An image that can't be read or made.
 #[derive(Debug, thiserror::Error)]
-#[error("tensors can't be read: {reason}")]
-pub struct ArchiveError {
-    /// What is wrong with them.
-    pub reason: String,
+pub enum ArchiveError {
+    /// The image breaks a rule.
+    #[error("tensors can't be read: {reason}")]
+    Damaged {
+        /// What is wrong with them.
+        reason: String,
+    },
+    /// Where the image comes from, or goes to, failed or ended.
+    #[error("tensors can't be read: {0}")]
+    Stream(#[from] io::Error),
 }
 
 impl ArchiveError {
     fn of(reason: impl ToString) -> Self {
-        Self { reason: reason.to_string() }
+        Self::Damaged { reason: reason.to_string() }
     }
 }
 
-/// The image of `tensors`, and what it does not say about strided views.
+/// The image of tensors that stay where they are: written piece by piece, none is copied.
+#[derive(Debug)]
+pub struct Image<'a> {
+    head: Vec<u8>,
+    pieces: Vec<&'a [u8]>,
+    /// What the image does not say about strided views.
+    pub strided: StridedViews,
+}
+
+impl<'a> Image<'a> {
+    /// The image of `tensors`: wide elements first, so that all are aligned.
+    ///
+    /// # Errors
+    /// [`ArchiveError::Damaged`] when safetensors refuses a tensor.
+    pub fn of(tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>) -> Result<Self, ArchiveError> {
+        let mut strided = StridedViews::new();
+        let mut entries = Vec::new();
+        for (name, tensor) in tensors {
+            let (dtype, shape) = match strided_view(tensor) {
+                None => (stored_dtype(tensor.dtype()), tensor.shape().to_vec()),
+                Some(view) => {
+                    strided.insert(name.to_owned(), view);
+                    (StoredDtype::U8, vec![tensor.bytes().len()])
+                }
+            };
+            entries.push((name, dtype, shape, tensor.bytes()));
+        }
+        entries.sort_by(|a, b| b.1.bitsize().cmp(&a.1.bitsize()).then(a.0.cmp(b.0)));
+        let mut infos = Vec::with_capacity(entries.len());
+        let mut pieces = Vec::with_capacity(entries.len());
+        let mut offset = 0;
+        for (name, dtype, shape, bytes) in entries {
+            let data_offsets = (offset, offset + bytes.len());
+            offset = data_offsets.1;
+            infos.push((name.to_owned(), TensorInfo { dtype, shape, data_offsets }));
+            pieces.push(bytes);
+        }
+        let metadata = Metadata::new(None, infos).map_err(ArchiveError::of)?;
+        let mut text = serde_json::to_vec(&metadata).map_err(ArchiveError::of)?;
+        text.resize(text.len().next_multiple_of(8), b' ');
+        let mut head = (text.len() as u64).to_le_bytes().to_vec();
+        head.append(&mut text);
+        Ok(Self { head, pieces, strided })
+    }
+
+    /// Length in bytes.
+    pub fn len(&self) -> usize {
+        self.head.len() + self.pieces.iter().map(|piece| piece.len()).sum::<usize>()
+    }
+
+    /// Never: an image of no tensors has a header still.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The image in order: its header, then each tensor.
+    pub fn pieces(&self) -> impl Iterator<Item = &[u8]> {
+        std::iter::once(self.head.as_slice()).chain(self.pieces.iter().copied())
+    }
+
+    /// Writes the image.
+    ///
+    /// # Errors
+    /// Those of the writer.
+    pub fn write_to(&self, writer: &mut impl Write) -> io::Result<()> {
+        self.pieces().try_for_each(|piece| writer.write_all(piece))
+    }
+}
+
+/// The image of `tensors` in one piece, and what it does not say about strided views.
 ///
 /// # Errors
-/// [`ArchiveError`] when safetensors refuses a tensor.
+/// As [`Image::of`].
 pub fn pack<'a>(
     tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
 ) -> Result<(Vec<u8>, StridedViews), ArchiveError> {
-    let (views, strided) = views_of(tensors)?;
-    Ok((safetensors::serialize(views, None).map_err(ArchiveError::of)?, strided))
-}
-
-/// As [`pack`], into a file that is made anew.
-///
-/// # Errors
-/// [`ArchiveError`] when safetensors refuses a tensor or the file can't be written.
-pub fn pack_into<'a>(
-    path: &Path,
-    tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
-) -> Result<StridedViews, ArchiveError> {
-    let (views, strided) = views_of(tensors)?;
-    safetensors::serialize_to_file(views, None, path).map_err(ArchiveError::of)?;
-    Ok(strided)
+    let image = Image::of(tensors)?;
+    let mut bytes = Vec::with_capacity(image.len());
+    image.write_to(&mut bytes)?;
+    Ok((bytes, image.strided))
 }
 
 /// The tensors of an image.
 ///
 /// # Errors
-/// [`ArchiveError`] for an image that is damaged, has element types that are not of this project, or views that reach outside.
-pub fn unpack(image: &[u8], strided: &StridedViews) -> Result<Tensors, ArchiveError> {
-    let stored = SafeTensors::deserialize(image).map_err(ArchiveError::of)?;
-    let mut tensors = Tensors::new();
-    for (name, view) in stored.iter() {
-        tensors.insert(name, tensor_of(&view, strided.get(name)).map_err(|reason| named(name, &reason))?);
-    }
-    complete(tensors, strided)
+/// [`ArchiveError::Damaged`] for an image that breaks a rule, has element types that are not of this project, or views that reach outside.
+pub fn unpack(mut image: &[u8], strided: &StridedViews) -> Result<Tensors, ArchiveError> {
+    let length = image.len() as u64;
+    read(&mut image, length, strided)
 }
 
-/// As [`unpack`], from a file of which each tensor is read once, into its place.
+/// The tensors of an image of `length` bytes that comes from `stream`: each is read once, into its place, and no more memory is
+/// taken than bytes have come.
 ///
 /// # Errors
-/// As [`unpack`], and when the file can't be read.
-pub fn unpack_file(file: &File, strided: &StridedViews) -> Result<Tensors, ArchiveError> {
-    let length = file.metadata().map_err(ArchiveError::of)?.len();
+/// As [`unpack`], and [`ArchiveError::Stream`] when the stream fails or ends too early.
+pub fn read(stream: &mut impl Read, length: u64, strided: &StridedViews) -> Result<Tensors, ArchiveError> {
     let mut word = [0u8; 8];
-    file.read_exact_at(&mut word, 0).map_err(ArchiveError::of)?;
-    let header = u64::from_le_bytes(word);
-    if header > length.saturating_sub(8).min(MAX_HEADER_BYTES) {
-        return Err(ArchiveError::of(format!("a header of {header} bytes in a file of {length}")));
+    if length < word.len() as u64 {
+        return Err(ArchiveError::of(format!("an image of {length} bytes has no header")));
     }
-    let mut text = vec![0u8; header as usize];
-    file.read_exact_at(&mut text, 8).map_err(ArchiveError::of)?;
-    let entries: BTreeMap<String, serde_json::Value> =
-        serde_json::from_slice(&text).map_err(ArchiveError::of)?;
+    stream.read_exact(&mut word)?;
+    let header = u64::from_le_bytes(word);
+    let rest = length - word.len() as u64;
+    if header > rest.min(MAX_HEADER_BYTES) {
+        return Err(ArchiveError::of(format!("a header of {header} bytes in an image of {length}")));
+    }
+    let text = large::take(stream, header)?;
+    let metadata: Metadata = serde_json::from_slice(&text).map_err(ArchiveError::of)?;
+    if metadata.data_len() as u64 != rest - header {
+        let (found, wanted) = (rest - header, metadata.data_len());
+        return Err(ArchiveError::of(format!("{found} bytes of data where the header has {wanted}")));
+    }
     let mut tensors = Tensors::new();
-    for (name, entry) in entries.into_iter().filter(|(name, _)| name != "__metadata__") {
-        let info: TensorInfo =
-            serde_json::from_value(entry).map_err(|error| named(&name, &error.to_string()))?;
-        let (start, end) = (info.data_offsets.0 as u64, info.data_offsets.1 as u64);
-        if start > end || end > length - 8 - header {
-            return Err(named(&name, "it reaches beyond the end of the file"));
-        }
-        let mut bytes = vec![0u8; (end - start) as usize];
-        file.read_exact_at(&mut bytes, 8 + header + start).map_err(ArchiveError::of)?;
+    for name in metadata.offset_keys() {
+        let Some(info) = metadata.info(&name) else { continue };
+        let bytes = large::take(stream, (info.data_offsets.1 - info.data_offsets.0) as u64)?;
         let tensor = placed(info.dtype, &info.shape, bytes, strided.get(&name));
         tensors.insert(&name, tensor.map_err(|reason| named(&name, &reason))?);
     }
-    complete(tensors, strided)
+    match strided.keys().find(|name| tensors.find(name).is_none()) {
+        Some(name) => {
+            Err(ArchiveError::of(format!("there is no tensor {name:?}, which is said to be strided")))
+        }
+        None => Ok(tensors),
+    }
 }
 
 /// One stored tensor.
@@ -135,15 +198,6 @@ fn placed(
         None => Tensor::new(dtype_of(dtype)?, shape.to_vec(), bytes),
     }
     .map_err(|error| error.to_string())
-}
-
-fn complete(tensors: Tensors, strided: &StridedViews) -> Result<Tensors, ArchiveError> {
-    match strided.keys().find(|name| tensors.find(name).is_none()) {
-        Some(name) => {
-            Err(ArchiveError::of(format!("there is no tensor {name:?}, which is said to be strided")))
-        }
-        None => Ok(tensors),
-    }
 }
 
 /// What an image would not say about `tensor`: `None` where its bytes are the elements in row-major order and nothing else.
@@ -184,28 +238,6 @@ fn named(name: &str, reason: &str) -> ArchiveError {
     ArchiveError::of(format!("{name}: {reason}"))
 }
 
-type Views<'a> = Vec<(&'a str, TensorView<'a>)>;
-
-fn views_of<'a>(
-    tensors: impl IntoIterator<Item = (&'a str, &'a Tensor)>,
-) -> Result<(Views<'a>, StridedViews), ArchiveError> {
-    let mut strided = StridedViews::new();
-    let mut views = Vec::new();
-    for (name, tensor) in tensors {
-        let (dtype, shape) = match strided_view(tensor) {
-            None => (stored_dtype(tensor.dtype()), tensor.shape().to_vec()),
-            Some(view) => {
-                strided.insert(name.to_owned(), view);
-                (StoredDtype::U8, vec![tensor.bytes().len()])
-            }
-        };
-        let view =
-            TensorView::new(dtype, shape, tensor.bytes()).map_err(|error| named(name, &error.to_string()))?;
-        views.push((name, view));
-    }
-    Ok((views, strided))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -227,26 +259,31 @@ mod tests {
     }
 
     #[test]
-    fn a_file_holds_the_same_image() {
-        let folder = tempfile::tempdir().unwrap();
-        let tensors = Tensors::new().with("view", strided()).with("empty", Tensor::from_i32(&[0, 4], &[]));
-        let path = folder.path().join("tensors");
-        let views = pack_into(&path, tensors.iter()).unwrap();
-        assert_eq!(unpack(&std::fs::read(&path).unwrap(), &views).unwrap(), tensors);
-        assert_eq!(unpack_file(&File::open(path).unwrap(), &views).unwrap(), tensors);
+    fn an_image_is_a_safetensors_file_with_aligned_elements() {
+        let tensors = Tensors::new()
+            .with("a", Tensor::from_codes(Dtype::U8, &[3], &[1, 2, 3]))
+            .with("b", Tensor::from_i64(&[2], &[-1, 7]))
+            .with("empty", Tensor::from_i32(&[0, 4], &[]));
+        let (image, _) = pack(tensors.iter()).unwrap();
+        let stored = safetensors::SafeTensors::deserialize(&image).unwrap();
+        for (name, view) in stored.iter() {
+            assert_eq!(&tensor_of(&view, None).unwrap(), tensors.find(name).unwrap(), "{name}");
+            let offset = view.data().as_ptr() as usize - image.as_ptr() as usize;
+            assert!(view.data().is_empty() || offset.is_multiple_of(view.dtype().bitsize() / 8), "{name}");
+        }
     }
 
     #[test]
-    fn a_file_that_is_cut_is_refused_at_every_length() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("tensors");
-        let tensors = Tensors::new().with("t", Tensor::from_i32(&[3], &[1, 2, 3]));
-        let views = pack_into(&path, tensors.iter()).unwrap();
-        let whole = std::fs::read(&path).unwrap();
-        for length in 0..whole.len() {
-            std::fs::write(&path, &whole[..length]).unwrap();
-            assert!(unpack_file(&File::open(&path).unwrap(), &views).is_err(), "{length} bytes");
-        }
+    fn an_image_in_a_stream_ends_where_it_says_and_what_follows_is_left() {
+        let tensors = Tensors::new().with("view", strided()).with("t", Tensor::from_i32(&[3], &[1, 2, 3]));
+        let (mut bytes, views) = pack(tensors.iter()).unwrap();
+        let length = bytes.len() as u64;
+        bytes.extend(b"next");
+        let mut stream = bytes.as_slice();
+        assert_eq!(read(&mut stream, length, &views).unwrap(), tensors);
+        assert_eq!(stream, b"next");
+        let cut = read(&mut &bytes[..length as usize - 1], length, &views).unwrap_err();
+        assert!(matches!(cut, ArchiveError::Stream(_)), "{cut}");
     }
 
     #[test]

@@ -8,6 +8,7 @@
 pub mod archive;
 mod configuration;
 mod effective;
+mod large;
 mod operation;
 mod profile;
 mod session;

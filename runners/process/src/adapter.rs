@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::env;
+use std::io::{BufReader, BufWriter, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
@@ -9,11 +10,17 @@ use std::path::PathBuf;
 use serde::Serialize;
 use shardcheck_engine::{Answer, EffectivePath, Engine, EngineError, Operation, Session, Tensors};
 
-use crate::frame::{self, Frame, FrameError};
+use crate::eager::Eager;
+use crate::frame::{self, FrameError, Head, MAX_INLINE_BYTES};
 use crate::hostile::Strike;
-use crate::message::{self, ErrorClass, Hello, MessageError, Outcome, Question, Reply, Said};
+use crate::message::{
+    self, ErrorClass, Hello, INLINE_BYTES, MessageError, Outcome, Parcel, Question, Reply, Said,
+};
 use crate::progress::Progress;
 use crate::{ADDRESS_VARIABLE, FOLDER_VARIABLE, PROGRESS_VARIABLE, PROTOCOL, TOKEN_VARIABLE};
+
+/// What is read ahead, and what is written together.
+const BUFFER_BYTES: usize = 64 << 10;
 
 /// Why an adapter ends early.
 #[derive(Debug, thiserror::Error)]
@@ -44,22 +51,29 @@ pub enum AdapterError {
 pub fn answer_for(engine: &dyn Engine, strike: Option<Strike>) -> Result<(), AdapterError> {
     let mut desk = Desk::connect(engine, strike)?;
     loop {
-        let frame = match frame::read(&mut desk.stream) {
-            Ok(frame) => frame,
+        let head = match frame::read_head(&mut desk.stream) {
+            Ok(head) => head,
             Err(FrameError::Closed | FrameError::Broken(_)) => return Ok(()),
             Err(error) => return Err(MessageError::from(error).into()),
         };
-        match message::parse::<Question>(&frame)? {
+        match message::parse::<Question>(&head)? {
             Question::Bye => return Ok(()),
             Question::Refused { reason } => return Err(AdapterError::Refused(reason)),
-            question => desk.answer(question, &frame)?,
+            question => desk.answer(question, &head)?,
+        }
+        // questions that came together are answered together
+        if desk.stream.buffer().is_empty() {
+            desk.flush()?;
         }
     }
 }
 
 struct Desk<'a> {
     engine: &'a dyn Engine,
-    stream: UnixStream,
+    stream: BufReader<Eager>,
+    replies: BufWriter<UnixStream>,
+    /// Largest payload that the harness likes in a frame.
+    inline_bytes: u64,
     folder: PathBuf,
     progress: Option<Progress>,
     sessions: BTreeMap<u64, Box<dyn Session>>,
@@ -81,18 +95,30 @@ impl<'a> Desk<'a> {
             token,
             protocol: [PROTOCOL, PROTOCOL],
             sdk: concat!("rust ", env!("CARGO_PKG_VERSION")).to_owned(),
+            inline_bytes: MAX_INLINE_BYTES,
             profile: Box::new(engine.profile().clone()),
         };
         if let Some(strike) = &mut strike {
             strike.on_hello(&mut hello);
         }
-        let (sessions, steps) = (BTreeMap::new(), 0);
-        let mut desk = Self { engine, stream, folder, progress, sessions, steps, strike };
-        desk.send(&Said::Hello(hello), &[])?;
+        let replies = stream.try_clone().map_err(|error| unreachable(error.to_string()))?;
+        let mut desk = Self {
+            engine,
+            stream: BufReader::with_capacity(BUFFER_BYTES, Eager(stream)),
+            replies: BufWriter::with_capacity(BUFFER_BYTES, replies),
+            inline_bytes: INLINE_BYTES,
+            folder,
+            progress,
+            sessions: BTreeMap::new(),
+            steps: 0,
+            strike,
+        };
+        desk.send(&Said::Hello(hello), &Parcel::empty())?;
+        desk.flush()?;
         Ok(desk)
     }
 
-    fn answer(&mut self, question: Question, frame: &Frame) -> Result<(), AdapterError> {
+    fn answer(&mut self, question: Question, head: &Head) -> Result<(), AdapterError> {
         let (id, outcome, outputs) = match question {
             Question::Validate { id, rules, settings } => {
                 let validation = caught(|| self.engine.validate(rules, &settings));
@@ -113,7 +139,7 @@ impl<'a> Desk<'a> {
                     // progress is a courtesy to whoever waits
                     let _ = progress.enter(0, self.steps, kind.name());
                 }
-                let inputs = message::tensors(frame, &attached, &self.folder)?;
+                let inputs = message::tensors(&mut self.stream, head, &attached, &self.folder)?;
                 let (outcome, outputs) = self.step(session, &operation, inputs);
                 (id, outcome, outputs)
             }
@@ -121,7 +147,11 @@ impl<'a> Desk<'a> {
                 self.sessions.remove(&session);
                 (id, ok(None), Tensors::new())
             }
-            Question::Welcome { .. } | Question::Refused { .. } | Question::Bye => return Ok(()),
+            Question::Welcome { inline_bytes, .. } => {
+                self.inline_bytes = inline_bytes.min(MAX_INLINE_BYTES);
+                return Ok(());
+            }
+            Question::Refused { .. } | Question::Bye => return Ok(()),
         };
         self.reply(id, outcome, outputs)
     }
@@ -129,17 +159,19 @@ impl<'a> Desk<'a> {
     fn reply(&mut self, id: u64, outcome: Outcome, mut outputs: Tensors) -> Result<(), AdapterError> {
         let mut strike = self.strike.take_if(|strike| strike.is_due(&outputs));
         if let Some(strike) = &mut strike {
-            strike.before_reply(id, &mut outputs, &mut self.stream, &self.folder);
+            self.flush()?;
+            strike.before_reply(id, &mut outputs, &mut self.stream.get_mut().0, &self.folder);
         }
-        let (payload, attached) = message::attach(&outputs, &self.folder, &format!("outputs-{id}"))?;
-        let mut reply = Reply { id, outcome, attached };
+        let name = format!("outputs-{id}");
+        let parcel = Parcel::of(&outputs, &self.folder, &name, self.inline_bytes)?;
+        let mut reply = Reply { id, outcome, attached: parcel.attached.clone() };
         if let Some(strike) = &mut strike {
             strike.on_reply(&mut reply);
         }
         let said = Said::Reply(Box::new(reply));
-        self.send(&said, &payload)?;
+        self.send(&said, &parcel)?;
         match strike {
-            Some(strike) if strike.replies_twice() => self.send(&said, &payload),
+            Some(strike) if strike.replies_twice() => self.send(&said, &parcel),
             _ => Ok(()),
         }
     }
@@ -165,9 +197,13 @@ impl<'a> Desk<'a> {
         (outcome, tensors)
     }
 
-    fn send(&mut self, message: &impl Serialize, payload: &[u8]) -> Result<(), AdapterError> {
+    fn send(&mut self, message: &impl Serialize, parcel: &Parcel<'_>) -> Result<(), AdapterError> {
         let header = serde_json::to_vec(message).map_err(MessageError::Header)?;
-        Ok(frame::write(&mut self.stream, &header, payload).map_err(MessageError::from)?)
+        Ok(frame::write(&mut self.replies, &header, &parcel.pieces()).map_err(MessageError::from)?)
+    }
+
+    fn flush(&mut self) -> Result<(), AdapterError> {
+        Ok(self.replies.flush().map_err(|error| MessageError::from(FrameError::from(error)))?)
     }
 }
 

@@ -1,24 +1,39 @@
 //! The connection to one running command: the handshake, and one question at a time.
 
-use std::io::{self, ErrorKind, Read, Write};
+use std::collections::VecDeque;
+use std::io::{self, BufReader, ErrorKind, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use rustix::net::{RecvFlags, recv, sockopt};
 use serde::Serialize;
 use shardcheck_engine::{Profile, Tensors};
 
 use crate::child::{Child, in_words};
+use crate::eager::read_soon;
 use crate::engine::StartError;
-use crate::frame::{self, Frame, FrameError};
-use crate::message::{self, MessageError, Question, Reply, Said};
+use crate::frame::{self, FrameError, MAX_INLINE_BYTES};
+use crate::message::{self, INLINE_BYTES, MessageError, Outcome, Parcel, Question, Reply, Said};
 use crate::{CANNOT_RUN_HERE, PROTOCOL};
 
+/// Bytes that are read ahead: a small reply costs one call of the system.
+const READ_AHEAD_BYTES: usize = 64 << 10;
+/// What the socket takes before a writer waits: a large tensor is then read while it is written.
+const SOCKET_BYTES: usize = 4 << 20;
 /// A connection on which a hello was accepted.
 #[derive(Debug)]
 pub struct Connection {
-    stream: UnixStream,
+    stream: BufReader<Timed>,
     next_id: u64,
+    /// Questions that go out with the next one that is waited for: the peer is woken once.
+    held: Vec<u8>,
+    /// Numbers of questions whose answers nobody waits for.
+    owed: VecDeque<u64>,
+    /// Answers among those that were not `ok`.
+    refusals: Vec<Reply>,
+    /// Largest payload that the peer likes in a frame.
+    inline_bytes: u64,
 }
 
 /// Why a question has no answer. The connection can't be used after any of them.
@@ -66,7 +81,7 @@ impl Connection {
             match listener.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false).map_err(StartError::System)?;
-                    let mut connection = Self { stream, next_id: 1 };
+                    let mut connection = Self::over(stream);
                     if let Some(profile) = connection.greet(child, until)? {
                         return Ok((connection, profile));
                     }
@@ -89,14 +104,30 @@ impl Connection {
         }
     }
 
+    fn over(stream: UnixStream) -> Self {
+        // a system that grants less is slower with large tensors, no more
+        let _ = sockopt::set_socket_send_buffer_size(&stream, SOCKET_BYTES);
+        let timed = Timed { stream, until: Instant::now(), armed: [Duration::ZERO; 2] };
+        let stream = BufReader::with_capacity(READ_AHEAD_BYTES, timed);
+        Self {
+            stream,
+            next_id: 1,
+            held: Vec::new(),
+            owed: VecDeque::new(),
+            refusals: Vec::new(),
+            inline_bytes: INLINE_BYTES,
+        }
+    }
+
     /// `None` for a peer that is not the one that was started.
     fn greet(&mut self, child: &Child, until: Instant) -> Result<Option<Profile>, StartError> {
-        let hello = frame::read(&mut Timed { stream: &self.stream, until })
+        self.stream.get_mut().until = until;
+        let hello = frame::read_head(&mut self.stream)
             .map_err(MessageError::from)
-            .and_then(|frame| message::parse::<Said>(&frame));
+            .and_then(|head| message::parse::<Said>(&head));
         let refuse = |connection: &mut Self, reason: String| {
             // the peer is told if it listens; the verdict does not depend on it
-            let _ = connection.send(&Question::Refused { reason: reason.clone() }, &[], until);
+            let _ = connection.send(&Question::Refused { reason: reason.clone() }, &Parcel::empty(), until);
             StartError::Refused { reason }
         };
         match hello {
@@ -115,7 +146,9 @@ impl Connection {
                 if let Err(why) = hello.profile.check() {
                     return Err(refuse(self, format!("its profile is refused: {why}")));
                 }
-                self.send(&Question::Welcome { protocol: PROTOCOL }, &[], until)
+                self.inline_bytes = hello.inline_bytes.min(MAX_INLINE_BYTES);
+                let welcome = Question::Welcome { protocol: PROTOCOL, inline_bytes: MAX_INLINE_BYTES };
+                self.send(&welcome, &Parcel::empty(), until)
                     .map_err(|_| StartError::Refused { reason: "it left after its hello".to_owned() })?;
                 Ok(Some(*hello.profile))
             }
@@ -129,6 +162,11 @@ impl Connection {
         id
     }
 
+    /// Largest payload that the peer likes in a frame.
+    pub fn inline_bytes(&self) -> u64 {
+        self.inline_bytes
+    }
+
     /// Asks the question of number `id`, and waits for its answer.
     ///
     /// # Errors
@@ -137,14 +175,49 @@ impl Connection {
         &mut self,
         id: u64,
         question: &Question,
-        payload: &[u8],
+        parcel: &Parcel<'_>,
         child: &Child,
         patience: Duration,
     ) -> Result<(Reply, Tensors), AskError> {
-        let until = Instant::now() + patience;
-        self.send(question, payload, until)?;
-        let frame: Frame = frame::read(&mut Timed { stream: &self.stream, until })?;
-        let reply = match message::parse::<Said>(&frame)? {
+        self.send(question, parcel, Instant::now() + patience)?;
+        while !self.owed.is_empty() {
+            self.reply_owed(child)?;
+        }
+        let answer = self.reply_to(id, child)?;
+        if self.unasked() == Pending::Something {
+            return Err(AskError::Violation(format!("it replied to question {id} more than once")));
+        }
+        Ok(answer)
+    }
+
+    /// Asks the question of number `id` together with the next one that is waited for, and reads its answer before that one's.
+    ///
+    /// # Errors
+    /// [`AskError::Unsendable`].
+    pub fn tell(&mut self, id: u64, question: &Question) -> Result<(), AskError> {
+        frame::write(&mut self.held, &header_of(question)?, &[])?;
+        self.owed.push_back(id);
+        Ok(())
+    }
+
+    /// The answer to a question that nobody waited for, if it has come and was not `ok`.
+    pub fn refusal(&mut self, id: u64) -> Option<Reply> {
+        let at = self.refusals.iter().position(|reply| reply.id == id)?;
+        Some(self.refusals.swap_remove(at))
+    }
+
+    fn reply_owed(&mut self, child: &Child) -> Result<(), AskError> {
+        let Some(owed) = self.owed.pop_front() else { return Ok(()) };
+        let (reply, _) = self.reply_to(owed, child)?;
+        if !matches!(reply.outcome, Outcome::Ok { .. }) {
+            self.refusals.push(reply);
+        }
+        Ok(())
+    }
+
+    fn reply_to(&mut self, id: u64, child: &Child) -> Result<(Reply, Tensors), AskError> {
+        let head = frame::read_head(&mut self.stream)?;
+        let reply = match message::parse::<Said>(&head)? {
             Said::Reply(reply) => *reply,
             Said::Hello(_) => return Err(AskError::Violation("it said hello a second time".to_owned())),
         };
@@ -158,38 +231,43 @@ impl Connection {
                 "outputs must be contiguous, strided views are not taken".to_owned(),
             ));
         }
-        let tensors = message::tensors(&frame, &reply.attached, child.folder())?;
-        if self.pending() == Pending::Something {
-            return Err(AskError::Violation(format!("it replied to question {id} more than once")));
-        }
+        let tensors = message::tensors(&mut self.stream, &head, &reply.attached, child.folder())?;
         Ok((reply, tensors))
     }
 
     /// Says that the run is over.
     pub fn bye(&mut self) {
         // who is gone already needs no farewell
-        let _ = self.send(&Question::Bye, &[], Instant::now() + Duration::from_secs(1));
+        let _ = self.send(&Question::Bye, &Parcel::empty(), Instant::now() + Duration::from_secs(1));
     }
 
-    /// Whether something came that nobody asked for.
-    pub fn pending(&self) -> Pending {
-        if self.stream.set_nonblocking(true).is_err() {
-            return Pending::End;
+    /// What came that nobody asked for.
+    pub fn unasked(&self) -> Pending {
+        if !self.stream.buffer().is_empty() {
+            return Pending::Something;
         }
-        let found = (&self.stream).read(&mut [0u8; 1]);
-        let restored = self.stream.set_nonblocking(false);
-        match found {
-            Ok(0) => Pending::End,
-            Ok(_) => Pending::Something,
-            Err(error) if error.kind() == ErrorKind::WouldBlock && restored.is_ok() => Pending::Nothing,
-            Err(_) => Pending::End,
+        match recv(&self.stream.get_ref().stream, &mut [0u8; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
+            Ok((_, 1..)) => Pending::Something,
+            Err(rustix::io::Errno::AGAIN) => Pending::Nothing,
+            Ok(_) | Err(_) => Pending::End,
         }
     }
 
-    fn send(&mut self, message: &impl Serialize, payload: &[u8], until: Instant) -> Result<(), AskError> {
-        let header = serde_json::to_vec(message).map_err(|error| AskError::Unsendable(error.to_string()))?;
-        Ok(frame::write(&mut Timed { stream: &self.stream, until }, &header, payload)?)
+    fn send(
+        &mut self,
+        message: &impl Serialize,
+        parcel: &Parcel<'_>,
+        until: Instant,
+    ) -> Result<(), AskError> {
+        let stream = self.stream.get_mut();
+        stream.until = until;
+        let held = std::mem::take(&mut self.held);
+        Ok(frame::write_behind(stream, held, &header_of(message)?, &parcel.pieces())?)
     }
+}
+
+fn header_of(message: &impl Serialize) -> Result<Vec<u8>, AskError> {
+    serde_json::to_vec(message).map_err(|error| AskError::Unsendable(error.to_string()))
 }
 
 /// What lies in a connection between two questions.
@@ -197,39 +275,68 @@ impl Connection {
 pub enum Pending {
     /// Nothing, as it should be.
     Nothing,
-    /// An answer without a question.
+    /// An answer that was not read.
     Something,
     /// The end of the connection.
     End,
 }
 
 /// A stream of which every read and write ends at one time, however little comes at once.
-struct Timed<'a> {
-    stream: &'a UnixStream,
+#[derive(Debug)]
+struct Timed {
+    stream: UnixStream,
     until: Instant,
+    /// What the system was last told of reading and of writing.
+    armed: [Duration; 2],
 }
 
-impl Timed<'_> {
-    fn left(&self) -> io::Result<Duration> {
+/// Which of the two limits of a socket.
+#[derive(Debug, Clone, Copy)]
+enum Limit {
+    Reading,
+    Writing,
+}
+
+impl Timed {
+    /// Sets the socket's limit to the time that is left, unless it is that to a tenth already.
+    fn arm(&mut self, limit: Limit) -> io::Result<()> {
         let left = self.until.saturating_duration_since(Instant::now());
-        if left.is_zero() { Err(ErrorKind::TimedOut.into()) } else { Ok(left) }
+        if left.is_zero() {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        let armed = &mut self.armed[limit as usize];
+        if left <= *armed && left >= armed.mul_f64(0.9) {
+            return Ok(());
+        }
+        match limit {
+            Limit::Reading => self.stream.set_read_timeout(Some(left))?,
+            Limit::Writing => self.stream.set_write_timeout(Some(left))?,
+        }
+        *armed = left;
+        Ok(())
     }
 }
 
-impl Read for Timed<'_> {
+impl Read for Timed {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        self.stream.set_read_timeout(Some(self.left()?))?;
-        (&mut &*self.stream).read(buffer)
+        if Instant::now() >= self.until {
+            return Err(ErrorKind::TimedOut.into());
+        }
+        if let Some(read) = read_soon(&self.stream, buffer) {
+            return read;
+        }
+        self.arm(Limit::Reading)?;
+        self.stream.read(buffer)
     }
 }
 
-impl Write for Timed<'_> {
+impl Write for Timed {
     fn write(&mut self, buffer: &[u8]) -> io::Result<usize> {
-        self.stream.set_write_timeout(Some(self.left()?))?;
-        (&mut &*self.stream).write(buffer)
+        self.arm(Limit::Writing)?;
+        self.stream.write(buffer)
     }
 
     fn flush(&mut self) -> io::Result<()> {
-        (&mut &*self.stream).flush()
+        self.stream.flush()
     }
 }

@@ -1,6 +1,6 @@
 //! An engine behind a command: started, asked, killed when it does not answer, started anew for the next case.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{self, ThreadId};
 use std::time::Duration;
@@ -13,13 +13,16 @@ use shardcheck_engine::{
 use crate::child::Child;
 use crate::connection::{AskError, Connection, Pending};
 use crate::log::EngineLog;
-use crate::message::{self, ErrorClass, Outcome, Question, Reply};
+use crate::message::{ErrorClass, Outcome, Parcel, Question, Reply};
 use crate::unwritten::unwritten_elements;
 
 /// Starts in a row that may fail before the engine is given up for good.
 const MAX_FAILED_STARTS: u32 = 3;
 /// How long a command may take to end after a farewell.
 const FAREWELL: Duration = Duration::from_secs(5);
+/// Configurations of a process that are remembered as ones that it takes.
+const REMEMBERED: usize = 8;
+const ENDED: &str = "the engine's process has ended";
 /// Prefix of the name of an input that an engine changed.
 const CHANGED_INPUT: &str = "input_after.";
 
@@ -126,6 +129,8 @@ struct Running {
     connection: Connection,
     child: Child,
     next_session: u64,
+    /// Configurations that it opened sessions for: the next session of such a one is not waited for.
+    taken: VecDeque<Configuration>,
 }
 
 impl ProcessEngine {
@@ -161,7 +166,7 @@ impl ProcessEngine {
     /// Sees to it that the lane has a process that can be asked.
     fn ready(&self, lane: &mut LaneState) -> Result<(), EngineError> {
         if let Some(running) = &lane.running {
-            if running.connection.pending() == Pending::Nothing {
+            if running.connection.unasked() == Pending::Nothing {
                 return Ok(());
             }
             // it ended, or said something unasked, after its last case had its verdict
@@ -201,7 +206,7 @@ impl Engine for ProcessEngine {
         self.ready(&mut lane)?;
         let settings = settings.clone();
         let question = |id| Question::Validate { id, rules, settings };
-        let (reply, _) = self.shared.ask(&mut lane, "validate", question, &[])?;
+        let (reply, _) = self.shared.ask(&mut lane, "validate", question, &Parcel::empty())?;
         match done(reply)? {
             Answer::Unsupported(why) => Ok(Answer::Unsupported(why)),
             Answer::Done(Done { result: Some(validation), .. }) => Ok(Answer::Done(validation)),
@@ -215,29 +220,24 @@ impl Engine for ProcessEngine {
         let lane = self.lane();
         let mut state = lock(&lane.0);
         self.ready(&mut state)?;
-        let session = match &mut state.running {
-            Some(running) => {
-                running.next_session += 1;
-                running.next_session
-            }
-            None => 0,
+        let (session, opened) = self.shared.open(&mut state, configuration)?;
+        let open_id = match opened {
+            Opened::Yes => None,
+            Opened::Expected(id) => Some(id),
+            Opened::No(why) => return Ok(Answer::Unsupported(why)),
         };
-        let configuration = Box::new(configuration.clone());
-        let question = |id| Question::Open { id, session, configuration };
-        let (reply, _) = self.shared.ask(&mut state, "open", question, &[])?;
-        let generation = state.generation;
+        let (shared, generation) = (Arc::clone(&self.shared), state.generation);
         drop(state);
-        Ok(match done(reply)? {
-            Answer::Unsupported(why) => Answer::Unsupported(why),
-            Answer::Done(_) => Answer::Done(Box::new(ProcessSession {
-                shared: Arc::clone(&self.shared),
-                lane,
-                generation,
-                session,
-                ended: None,
-            })),
-        })
+        Ok(Answer::Done(Box::new(ProcessSession { shared, lane, generation, session, open_id, ended: None })))
     }
+}
+
+/// What is known of a session that was asked for.
+enum Opened {
+    Yes,
+    /// The answer to the question of this number has not come.
+    Expected(u64),
+    No(String),
 }
 
 impl Drop for ProcessEngine {
@@ -259,7 +259,40 @@ impl Shared {
             Child::start(&self.options.command, &self.log).map_err(StartError::System)?;
         let (connection, profile) = Connection::establish(&listener, &mut child, self.options.start_timeout)
             .map_err(|error| error.quoting(&self.log))?;
-        Ok((Running { connection, child, next_session: 0 }, profile))
+        Ok((Running { connection, child, next_session: 0, taken: VecDeque::new() }, profile))
+    }
+
+    /// Opens a session, whose number it gives.
+    fn open(
+        &self,
+        lane: &mut LaneState,
+        configuration: &Configuration,
+    ) -> Result<(u64, Opened), EngineError> {
+        let Some(running) = &mut lane.running else {
+            return Err(EngineError::Crash { text: ENDED.to_owned() });
+        };
+        running.next_session += 1;
+        let session = running.next_session;
+        let question = |id| Question::Open { id, session, configuration: Box::new(configuration.clone()) };
+        if running.taken.contains(configuration) {
+            let id = running.connection.number();
+            running
+                .connection
+                .tell(id, &question(id))
+                .map_err(|error| self.failure(error, running, "open"))?;
+            return Ok((session, Opened::Expected(id)));
+        }
+        let (reply, _) = self.ask(lane, "open", question, &Parcel::empty())?;
+        match done(reply)? {
+            Answer::Unsupported(why) => Ok((session, Opened::No(why))),
+            Answer::Done(_) => {
+                if let Some(running) = &mut lane.running {
+                    running.taken.truncate(REMEMBERED - 1);
+                    running.taken.push_front(configuration.clone());
+                }
+                Ok((session, Opened::Yes))
+            }
+        }
     }
 
     /// Asks; a lane whose process fails has none afterwards.
@@ -268,14 +301,14 @@ impl Shared {
         lane: &mut LaneState,
         what: &str,
         question: impl FnOnce(u64) -> Question,
-        payload: &[u8],
+        parcel: &Parcel<'_>,
     ) -> Result<(Reply, Tensors), EngineError> {
         let Some(running) = &mut lane.running else {
-            return Err(EngineError::Crash { text: "the engine's process has ended".to_owned() });
+            return Err(EngineError::Crash { text: ENDED.to_owned() });
         };
         let id = running.connection.number();
         let patience = self.options.question_timeout;
-        let error = match running.connection.ask(id, &question(id), payload, &running.child, patience) {
+        let error = match running.connection.ask(id, &question(id), parcel, &running.child, patience) {
             Ok(answer) => return Ok(answer),
             Err(error) => error,
         };
@@ -313,6 +346,8 @@ struct ProcessSession {
     lane: Arc<Lane>,
     generation: u64,
     session: u64,
+    /// Number of the question that opened it, while its answer is not known.
+    open_id: Option<u64>,
     /// What the session failed with: it must not be used again.
     ended: Option<EngineError>,
 }
@@ -334,7 +369,7 @@ impl Session for ProcessSession {
 
 impl ProcessSession {
     fn perform(
-        &self,
+        &mut self,
         lane: &mut LaneState,
         operation: &Operation,
         inputs: &mut Tensors,
@@ -344,17 +379,21 @@ impl ProcessSession {
             let text = "the process ended while another session was asked".to_owned();
             return Err(EngineError::Interrupted { text });
         };
-        if running.connection.pending() == Pending::Something {
+        if running.connection.unasked() == Pending::Something {
             let text = format!("the adapter said something unasked before {kind}");
             lane.running = None;
             return Err(EngineError::Crash { text });
         }
         let name = format!("inputs-{}", self.session);
-        let (payload, attached) = message::attach(inputs, running.child.folder(), &name)
+        let inline_bytes = running.connection.inline_bytes();
+        let parcel = Parcel::of(inputs, running.child.folder(), &name, inline_bytes)
             .map_err(|error| EngineError::Crash { text: format!("inputs can't be sent: {error}") })?;
-        let (session, operation) = (self.session, operation.clone());
+        let (session, operation, attached) = (self.session, operation.clone(), parcel.attached.clone());
         let question = |id| Question::Step { id, session, operation, kind, attached };
-        let (reply, tensors) = self.shared.ask(lane, kind.name(), question, &payload)?;
+        let (reply, tensors) = self.shared.ask(lane, kind.name(), question, &parcel)?;
+        let refusal = |id| lane.running.as_mut().and_then(|running| running.connection.refusal(id));
+        // what a session that was never opened says to its first step is of no interest
+        let reply = self.open_id.take().and_then(refusal).unwrap_or(reply);
         let done = match done(reply)? {
             Answer::Unsupported(why) => return Ok(Answer::Unsupported(why)),
             Answer::Done(done) => done,
@@ -371,10 +410,14 @@ impl ProcessSession {
 impl Drop for ProcessSession {
     fn drop(&mut self) {
         let mut lane = lock(&self.lane.0);
-        if lane.running.is_some() && lane.generation == self.generation {
-            let session = self.session;
-            // the next question meets the consequences of a failure here
-            let _ = self.shared.ask(&mut lane, "close", |id| Question::Close { id, session }, &[]);
+        if lane.generation != self.generation {
+            return;
+        }
+        if let Some(running) = &mut lane.running {
+            let id = running.connection.number();
+            let close = Question::Close { id, session: self.session };
+            // nobody waits for the answer, and the next question meets the consequences of a failure here
+            let _ = running.connection.tell(id, &close);
         }
     }
 }

@@ -9,15 +9,17 @@ pub const PREFIX_BYTES: usize = 16;
 /// Longest header.
 pub const MAX_HEADER_BYTES: usize = 16 << 20;
 /// Longest payload within a frame; a larger one travels as a file.
-pub const MAX_INLINE_BYTES: u64 = 64 << 20;
+pub const MAX_INLINE_BYTES: u64 = 4 << 30;
+/// What is written in one piece: a small message costs one call of the system.
+const GATHERED_BYTES: usize = 64 << 10;
 
-/// A frame as it was read: header and payload, neither interpreted.
+/// A frame as far as it was read: its payload is still to come.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Frame {
+pub struct Head {
     /// JSON text.
     pub header: Vec<u8>,
-    /// Image of a safetensors file, or nothing.
-    pub payload: Vec<u8>,
+    /// Length of the image of a safetensors file that follows, or 0.
+    pub payload_bytes: u64,
 }
 
 /// Why no frame could be read or written.
@@ -73,11 +75,11 @@ impl From<std::io::Error> for FrameError {
     }
 }
 
-/// Reads one frame. No more memory is taken than bytes have come.
+/// Reads a frame up to its payload. No more memory is taken than bytes have come.
 ///
 /// # Errors
 /// [`FrameError`]; after any of them the stream can't be read further.
-pub fn read(stream: &mut impl Read) -> Result<Frame, FrameError> {
+pub fn read_head(stream: &mut impl Read) -> Result<Head, FrameError> {
     let mut prefix = [0u8; PREFIX_BYTES];
     let found = fill(stream, &mut prefix)?;
     if found == 0 {
@@ -107,23 +109,45 @@ pub fn read(stream: &mut impl Read) -> Result<Frame, FrameError> {
         });
     }
     let header = take(stream, "header", header_bytes)?;
-    let payload = take(stream, "payload", payload_bytes as usize)?;
-    Ok(Frame { header, payload })
+    Ok(Head { header, payload_bytes })
 }
 
-/// Writes one frame.
+/// Writes one frame, whose payload may lie in several pieces; a writer that buffers is not flushed.
 ///
 /// # Errors
 /// [`FrameError`].
-pub fn write(stream: &mut impl Write, header: &[u8], payload: &[u8]) -> Result<(), FrameError> {
-    let mut start = Vec::with_capacity(PREFIX_BYTES + header.len());
-    start.extend_from_slice(&MAGIC);
-    start.extend_from_slice(&(header.len() as u32).to_le_bytes());
-    start.extend_from_slice(&(payload.len() as u64).to_le_bytes());
-    start.extend_from_slice(header);
-    stream.write_all(&start)?;
-    stream.write_all(payload)?;
-    stream.flush()?;
+pub fn write(stream: &mut impl Write, header: &[u8], payload: &[&[u8]]) -> Result<(), FrameError> {
+    write_behind(stream, Vec::new(), header, payload)
+}
+
+/// As [`write`], behind frames that were not sent yet.
+///
+/// # Errors
+/// [`FrameError`].
+pub(crate) fn write_behind(
+    stream: &mut impl Write,
+    mut gathered: Vec<u8>,
+    header: &[u8],
+    payload: &[&[u8]],
+) -> Result<(), FrameError> {
+    let payload_bytes: usize = payload.iter().map(|piece| piece.len()).sum();
+    gathered.reserve(PREFIX_BYTES + header.len() + payload_bytes.min(GATHERED_BYTES));
+    gathered.extend_from_slice(&MAGIC);
+    gathered.extend_from_slice(&(header.len() as u32).to_le_bytes());
+    gathered.extend_from_slice(&(payload_bytes as u64).to_le_bytes());
+    gathered.extend_from_slice(header);
+    for piece in payload {
+        if gathered.len() + piece.len() > GATHERED_BYTES {
+            stream.write_all(&gathered)?;
+            gathered.clear();
+        }
+        if piece.len() > GATHERED_BYTES {
+            stream.write_all(piece)?;
+        } else {
+            gathered.extend_from_slice(piece);
+        }
+    }
+    stream.write_all(&gathered)?;
     Ok(())
 }
 
@@ -155,7 +179,7 @@ fn take(stream: &mut impl Read, part: &'static str, wanted: usize) -> Result<Vec
 mod tests {
     use super::*;
 
-    fn framed(header: &[u8], payload: &[u8]) -> Vec<u8> {
+    fn framed(header: &[u8], payload: &[&[u8]]) -> Vec<u8> {
         let mut bytes = Vec::new();
         write(&mut bytes, header, payload).unwrap();
         bytes
@@ -163,26 +187,39 @@ mod tests {
 
     #[test]
     fn a_frame_comes_back_as_it_went_and_the_next_one_behind_it() {
-        let mut bytes = framed(b"{}", &[1, 2, 3]);
+        let mut bytes = framed(b"{}", &[&[1, 2], &[], &[3]]);
         bytes.extend(framed(b"{\"a\":1}", &[]));
         let mut stream = bytes.as_slice();
-        assert_eq!(read(&mut stream).unwrap(), Frame { header: b"{}".to_vec(), payload: vec![1, 2, 3] });
-        assert_eq!(read(&mut stream).unwrap().header, b"{\"a\":1}");
-        assert!(matches!(read(&mut stream), Err(FrameError::Closed)));
+        assert_eq!(read_head(&mut stream).unwrap(), Head { header: b"{}".to_vec(), payload_bytes: 3 });
+        assert_eq!(take(&mut stream, "payload", 3).unwrap(), [1, 2, 3]);
+        assert_eq!(read_head(&mut stream).unwrap().header, b"{\"a\":1}");
+        assert!(matches!(read_head(&mut stream), Err(FrameError::Closed)));
     }
 
     #[test]
-    fn a_frame_that_is_cut_anywhere_is_told_from_a_closed_connection() {
-        let bytes = framed(b"{\"type\":\"reply\"}", &[7; 9]);
+    fn pieces_of_every_size_are_written_in_order() {
+        let content: Vec<u8> = (0..3 * GATHERED_BYTES).map(|index| (index % 253) as u8).collect();
+        for cut in [1, 100, GATHERED_BYTES - 30, GATHERED_BYTES, GATHERED_BYTES + 1, 2 * GATHERED_BYTES] {
+            let (first, rest) = content.split_at(cut);
+            let bytes = framed(b"{}", &[first, &[], rest]);
+            let head = read_head(&mut bytes.as_slice()).unwrap();
+            assert_eq!(head.payload_bytes, content.len() as u64);
+            assert_eq!(&bytes[PREFIX_BYTES + 2..], content, "cut at {cut}");
+        }
+    }
+
+    #[test]
+    fn a_head_that_is_cut_anywhere_is_told_from_a_closed_connection() {
+        let bytes = framed(b"{\"type\":\"reply\"}", &[]);
         for length in 1..bytes.len() {
-            let error = read(&mut &bytes[..length]).unwrap_err();
+            let error = read_head(&mut &bytes[..length]).unwrap_err();
             assert!(matches!(error, FrameError::Truncated { .. }), "{length}: {error}");
         }
     }
 
     #[test]
     fn text_on_the_socket_is_named() {
-        let error = read(&mut &b"Loading model...\n"[..]).unwrap_err().to_string();
+        let error = read_head(&mut &b"Loading model...\n"[..]).unwrap_err().to_string();
         assert!(error.contains("standard output"), "{error}");
     }
 
@@ -191,11 +228,11 @@ mod tests {
         let mut prefix = MAGIC.to_vec();
         prefix.extend(0x8000_0000u32.to_le_bytes());
         prefix.extend(0u64.to_le_bytes());
-        assert!(matches!(read(&mut prefix.as_slice()), Err(FrameError::TooLong { part: "header", .. })));
+        assert!(matches!(read_head(&mut prefix.as_slice()), Err(FrameError::TooLong { part: "header", .. })));
         let mut prefix = MAGIC.to_vec();
         prefix.extend(2u32.to_le_bytes());
         prefix.extend((1u64 << 60).to_le_bytes());
-        let error = read(&mut prefix.as_slice()).unwrap_err();
+        let error = read_head(&mut prefix.as_slice()).unwrap_err();
         assert!(error.to_string().contains("shared folder"), "{error}");
     }
 }

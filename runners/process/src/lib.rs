@@ -6,6 +6,7 @@
 mod adapter;
 mod child;
 mod connection;
+mod eager;
 mod engine;
 mod family;
 pub mod frame;

@@ -1,18 +1,20 @@
 //! Messages: the headers of frames as values, and tensors beside them.
 
+use std::fs::File;
+use std::io::{BufWriter, ErrorKind, Read, Write};
 use std::path::{Component, Path};
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::archive::{self, ArchiveError, StridedViews};
+use shardcheck_engine::archive::{self, ArchiveError, Image, StridedViews};
 use shardcheck_engine::{
     Configuration, EffectivePath, Operation, OperationKind, Profile, RuleSetName, Settings, Tensors,
     Validation,
 };
 
-use crate::frame::{Frame, FrameError};
+use crate::frame::{FrameError, Head};
 
-/// Payloads up to this many bytes travel within the frame.
-pub const INLINE_BYTES: usize = 1 << 20;
+/// Payloads up to this many bytes travel within the frame to a peer that does not say what it likes.
+pub const INLINE_BYTES: u64 = 1 << 20;
 /// Largest file that is read as a payload.
 pub const MAX_FILE_BYTES: u64 = 64 << 30;
 
@@ -35,6 +37,9 @@ pub enum Question {
     Welcome {
         /// Version that both sides speak from now on.
         protocol: u32,
+        /// Largest payload that the harness likes in a frame.
+        #[serde(default = "inline_bytes", skip_serializing_if = "is_default")]
+        inline_bytes: u64,
     },
     /// The answer to a hello that is not.
     Refused {
@@ -104,6 +109,9 @@ pub struct Hello {
     /// What the adapter is written with.
     #[serde(default)]
     pub sdk: String,
+    /// Largest payload that it likes in a frame; a larger one comes as a file.
+    #[serde(default = "inline_bytes", skip_serializing_if = "is_default")]
+    pub inline_bytes: u64,
     /// What the engine declares.
     pub profile: Box<Profile>,
 }
@@ -155,6 +163,15 @@ pub enum Outcome {
     },
 }
 
+fn inline_bytes() -> u64 {
+    INLINE_BYTES
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde hands a reference")]
+fn is_default(bytes: &u64) -> bool {
+    *bytes == INLINE_BYTES
+}
+
 /// How an engine failed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -180,7 +197,7 @@ pub enum MessageError {
     Header(serde_json::Error),
     /// The tensors.
     #[error("{0}")]
-    Tensors(#[from] ArchiveError),
+    Tensors(ArchiveError),
     /// The file of the tensors.
     #[error("the file {name:?} of the shared folder can't be used: {reason}")]
     File {
@@ -191,26 +208,40 @@ pub enum MessageError {
     },
 }
 
+impl From<ArchiveError> for MessageError {
+    fn from(error: ArchiveError) -> Self {
+        match error {
+            ArchiveError::Stream(error) => Self::Frame(error.into()),
+            damaged => Self::Tensors(damaged),
+        }
+    }
+}
+
 /// The value of a header.
 ///
 /// # Errors
 /// [`MessageError::Header`] for what is no message of this protocol.
-pub fn parse<'a, T: Deserialize<'a>>(frame: &'a Frame) -> Result<T, MessageError> {
-    serde_json::from_slice(&frame.header).map_err(MessageError::Header)
+pub fn parse<'a, T: Deserialize<'a>>(head: &'a Head) -> Result<T, MessageError> {
+    serde_json::from_slice(&head.header).map_err(MessageError::Header)
 }
 
-/// The tensors of a message: those in the frame, or those in its file, which is removed.
+/// The tensors of a message: those that follow its head in the stream, or those in its file, which is removed.
 ///
 /// # Errors
-/// [`MessageError`].
-pub fn tensors(frame: &Frame, attached: &Attached, folder: &Path) -> Result<Tensors, MessageError> {
+/// [`MessageError`]; the stream can't be read further then.
+pub fn tensors(
+    stream: &mut impl Read,
+    head: &Head,
+    attached: &Attached,
+    folder: &Path,
+) -> Result<Tensors, MessageError> {
     let Some(name) = &attached.file else {
-        if frame.payload.is_empty() {
-            return Ok(Tensors::new());
-        }
-        return Ok(archive::unpack(&frame.payload, &attached.strided)?);
+        return following(stream, head.payload_bytes, &attached.strided);
     };
     let unfit = |reason: String| MessageError::File { name: name.clone(), reason };
+    if head.payload_bytes > 0 {
+        return Err(unfit("the frame has a payload of its own".to_owned()));
+    }
     if !is_plain_name(name) {
         return Err(unfit("it must be a plain name".to_owned()));
     }
@@ -219,27 +250,79 @@ pub fn tensors(frame: &Frame, attached: &Attached, folder: &Path) -> Result<Tens
     if !about.is_file() || about.len() > MAX_FILE_BYTES {
         return Err(unfit("it is no file, or a larger one than is read".to_owned()));
     }
-    let file = std::fs::File::open(&path).map_err(|error| unfit(error.to_string()))?;
+    let mut file = File::open(&path).map_err(|error| unfit(error.to_string()))?;
     // whoever has it open still reads it
     let _ = std::fs::remove_file(&path);
-    Ok(archive::unpack_file(&file, &attached.strided)?)
+    archive::read(&mut file, about.len(), &attached.strided).map_err(|error| match error {
+        ArchiveError::Stream(error) => unfit(error.to_string()),
+        damaged => damaged.into(),
+    })
 }
 
-/// Puts tensors where the reader of a message finds them: the payload of the frame, and the rest of the header.
-///
-/// # Errors
-/// [`MessageError`].
-pub fn attach(tensors: &Tensors, folder: &Path, name: &str) -> Result<(Vec<u8>, Attached), MessageError> {
-    if tensors.is_empty() {
-        return Ok((Vec::new(), Attached::default()));
+fn following(
+    stream: &mut impl Read,
+    payload_bytes: u64,
+    strided: &StridedViews,
+) -> Result<Tensors, MessageError> {
+    if payload_bytes == 0 {
+        return Ok(Tensors::new());
     }
-    let bytes: usize = tensors.iter().map(|(_, tensor)| tensor.bytes().len()).sum();
-    if bytes <= INLINE_BYTES {
-        let (payload, strided) = archive::pack(tensors.iter())?;
-        return Ok((payload, Attached { file: None, strided }));
+    let mut payload = stream.take(payload_bytes);
+    archive::read(&mut payload, payload_bytes, strided).map_err(|error| match error {
+        ArchiveError::Stream(cut) if cut.kind() == ErrorKind::UnexpectedEof => {
+            let found = (payload_bytes - payload.limit()) as usize;
+            FrameError::Truncated { part: "payload", found, wanted: payload_bytes as usize }.into()
+        }
+        other => other.into(),
+    })
+}
+
+/// Where the tensors of a message go: into the payload of its frame, or into a file of the shared folder.
+#[derive(Debug)]
+pub struct Parcel<'a> {
+    image: Option<Image<'a>>,
+    /// The rest of the header.
+    pub attached: Attached,
+}
+
+impl<'a> Parcel<'a> {
+    /// Of no tensors.
+    pub fn empty() -> Self {
+        Self { image: None, attached: Attached::default() }
     }
-    let strided = archive::pack_into(&folder.join(name), tensors.iter())?;
-    Ok((Vec::new(), Attached { file: Some(name.to_owned()), strided }))
+
+    /// Of `tensors`: up to `inline_bytes` in the frame, otherwise in the file `name` of `folder`, which is written here.
+    ///
+    /// # Errors
+    /// [`MessageError`] when safetensors refuses a tensor or the file can't be written.
+    pub fn of(
+        tensors: &'a Tensors,
+        folder: &Path,
+        name: &str,
+        inline_bytes: u64,
+    ) -> Result<Self, MessageError> {
+        if tensors.is_empty() {
+            return Ok(Self::empty());
+        }
+        let mut image = Image::of(tensors.iter())?;
+        let strided = std::mem::take(&mut image.strided);
+        if image.len() as u64 <= inline_bytes {
+            return Ok(Self { image: Some(image), attached: Attached { file: None, strided } });
+        }
+        let written = File::create(folder.join(name)).and_then(|file| {
+            let mut file = BufWriter::new(file);
+            image.write_to(&mut file)?;
+            file.flush()
+        });
+        let unfit = |reason: String| MessageError::File { name: name.to_owned(), reason };
+        written.map_err(|error| unfit(error.to_string()))?;
+        Ok(Self { image: None, attached: Attached { file: Some(name.to_owned()), strided } })
+    }
+
+    /// The payload of the frame.
+    pub fn pieces(&self) -> Vec<&[u8]> {
+        self.image.iter().flat_map(Image::pieces).collect()
+    }
 }
 
 fn is_plain_name(name: &str) -> bool {

@@ -15,7 +15,7 @@ fn sound() -> Vec<Vec<u8>> {
     let (image, _) = archive::pack(tensors.iter()).unwrap();
     let framed = |header: &str, payload: &[u8]| {
         let mut bytes = Vec::new();
-        frame::write(&mut bytes, header.as_bytes(), payload).unwrap();
+        frame::write(&mut bytes, header.as_bytes(), &[payload]).unwrap();
         bytes
     };
     vec![
@@ -72,28 +72,29 @@ fn a_million_damaged_frames_are_read_or_refused_and_never_a_panic() {
         let mut bytes = sound[index % sound.len()].clone();
         damage(&mut bytes, &mut draws);
         let length = bytes.len();
-        let frame = match frame::read(&mut bytes.as_slice()) {
-            Ok(frame) => frame,
+        let mut stream = bytes.as_slice();
+        let head = match frame::read_head(&mut stream) {
+            Ok(head) => head,
             Err(FrameError::Broken(error)) => panic!("a slice does not break: {error}"),
             Err(_) => {
                 refused += 1;
                 continue;
             }
         };
-        assert!(frame.header.len() + frame.payload.len() <= length);
-        let attached = match message::parse::<Said>(&frame) {
+        assert!(head.header.len() <= length);
+        let attached = match message::parse::<Said>(&head) {
             Ok(Said::Reply(reply)) => Some(reply.attached).filter(|attached| attached.strided.is_empty()),
             Ok(Said::Hello(hello)) => {
                 // whatever it declares can be checked
                 let _ = hello.profile.check();
                 None
             }
-            Err(_) => match message::parse::<Question>(&frame) {
+            Err(_) => match message::parse::<Question>(&head) {
                 Ok(Question::Step { attached, .. }) => Some(attached),
                 _ => None,
             },
         };
-        match attached.map(|attached| message::tensors(&frame, &attached, folder.path())) {
+        match attached.map(|attached| message::tensors(&mut stream, &head, &attached, folder.path())) {
             Some(Ok(tensors)) => {
                 // what is read can be looked at
                 tensors.iter().for_each(|(_, tensor)| assert_eq!(tensor.to_codes().len(), tensor.len()));

@@ -18,7 +18,7 @@ from shardcheck.engine import Engine, Unsupported
 from shardcheck.loading import LoadError, check_methods, load_engine, profile_of, session_type_of
 from shardcheck.profile import Profile
 from shardcheck.progress import process_count, process_rank
-from shardcheck.wire import Connection, Message, NoRoom, ProtocolError, connect
+from shardcheck.wire import MAX_INLINE_BYTES, Connection, Message, NoRoom, ProtocolError, connect
 
 PROTOCOL = 1
 EXIT_FAILED = 1
@@ -198,6 +198,9 @@ def serve(connection: Connection, profile: Profile, desk: Desk, token: str, lead
         raise ProtocolError(f"the harness refuses: {welcome.header.get('reason')}")
     if welcome.header["type"] != "welcome" or welcome.header.get("protocol") != PROTOCOL:
         raise ProtocolError(f"instead of a welcome to protocol {PROTOCOL} came {welcome.header}")
+    liked = welcome.header.get("inline_bytes")
+    if isinstance(liked, int):
+        connection.inline_bytes = min(liked, MAX_INLINE_BYTES)
     while (message := connection.receive()) is not None:
         if message.header["type"] == "bye":
             return

@@ -26,7 +26,10 @@ MIN_HEADER_BYTES = 2
 MAX_HEADER_BYTES = 16 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 INLINE_BYTES = 1 << 20
-"""Payloads of at most this size go through the socket; larger ones through a file, if there can be one."""
+"""Payloads of at most this size go through the socket to a peer that does not say what it likes."""
+MAX_INLINE_BYTES = 4 << 30
+SOCKET_BYTES = 4 << 20
+"""What the socket takes before a writer waits: a large tensor is then read while it is written."""
 
 _HEAD = struct.Struct("<4sIQ")
 _COMPARED_BYTES = 64 << 20
@@ -100,6 +103,8 @@ class Connection:
         """A connection over a connected socket; `folder` is where large payloads lie, if anywhere."""
         self._socket = peer
         self._folder = folder
+        self.inline_bytes = INLINE_BYTES
+        """Largest payload that the peer likes in a frame; a larger one goes through a file, if there can be one."""
 
     def close(self) -> None:
         """Closes the socket."""
@@ -135,7 +140,7 @@ class Connection:
         return self._map(header)
 
     def send(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Sends a message; more than `INLINE_BYTES` of tensors go through a file where there is a folder."""
+        """Sends a message; more than `inline_bytes` of tensors go through a file where there is a folder."""
         if not tensors:
             self._send_frame(header, 0, [])
             return
@@ -144,19 +149,20 @@ class Connection:
 
     def send_image(self, header: Mapping[str, Any], size: int, pieces: list[Any]) -> None:
         """Sends a message whose payload is `pieces`, `size` bytes in all; `NoRoom` when it has no way."""
-        if size > INLINE_BYTES and self._folder is not None:
+        limit = max(MAX_PAYLOAD_BYTES, self.inline_bytes)
+        if size > self.inline_bytes and self._folder is not None:
             try:
                 name = self._write_file(self._folder, pieces)
             except OSError as error:
                 # what fits into a frame goes without a file as well
-                if size > MAX_PAYLOAD_BYTES:
+                if size > limit:
                     raise NoRoom(
                         f"{size} bytes can't be written into {self._folder}: {error.strerror}"
                     ) from None
             else:
                 self._send_frame({**header, "file": name}, 0, [])
                 return
-        if size > MAX_PAYLOAD_BYTES:
+        if size > limit:
             raise NoRoom(f"{size} bytes are too large for a frame, and there is no SHARDCHECK_FOLDER")
         self._send_frame(header, size, pieces)
 
@@ -230,6 +236,8 @@ def connect(address: str, folder: Path | None) -> Connection:
         raise ProtocolError(f"address {address!r}: this version knows unix:PATH")
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     peer.connect(path)
+    # a system that grants less is slower with large tensors, no more
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
     return Connection(peer, folder)
 
 
