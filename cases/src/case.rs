@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Attention, CommBackend, Configuration, LaneOrder, Mask, Operation, OperationKind, RuleSetName, Settings,
-    Validation,
+    Attention, CommBackend, Configuration, LaneOrder, LseBase, Mask, Operation, OperationKind, RuleSetName,
+    Settings, Validation,
 };
 use shardcheck_formats::Dtype;
 
@@ -343,7 +343,7 @@ impl Case {
             Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
             Family::Draft => Operation::Attend { mask: Mask::Bidirectional },
             Family::Context => Operation::AttendContext { chunk_budget_tokens },
-            Family::MergePartials => Operation::MergePartials,
+            Family::MergePartials => Operation::MergePartials { lse_base: LseBase::E },
             Family::MergeStates => Operation::MergeStates,
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,

@@ -40,6 +40,19 @@ pub struct MergeInputs {
     pub row_lens: Vec<i32>,
 }
 
+impl MergeInputs {
+    /// The same states with zeros where nothing may be read, for an engine whose merge relies on them. Segments stay as they are.
+    pub fn with_zeros_for_nothing(mut self) -> Self {
+        if !matches!(self.family, Family::MergePartials | Family::MergeStates) {
+            return self;
+        }
+        self.outs.iter_mut().filter(|value| value.is_nan()).for_each(|value| *value = 0.0);
+        let lses: Vec<f32> = self.lses.iter().map(|lse| *lse as f32).collect();
+        self.tensors = state_tensors(self.family, &self.case, self.heads, &self.outs, &lses);
+        self
+    }
+}
+
 /// Draws the states of a merge case. Equal arguments give equal bits, on any machine.
 ///
 /// # Panics
@@ -96,20 +109,7 @@ fn merge_states(family: Family, case: &MergeCase, seed: u64) -> MergeInputs {
         }
     }
     let lses: Vec<f32> = table.iter().map(|head| head.lse).collect();
-    let mut tensors = Tensors::new();
-    if family == Family::MergePartials {
-        tensors.insert("partial_out", viewed(case.dtype, &[states, rows, heads, dim], &outs, 2, case.view));
-        tensors.insert("partial_lse", viewed_bits(&[states, rows, heads], &lses, 2, case.view));
-    } else {
-        let (out, lse) = (outs.len() / 2, lses.len() / 2);
-        // the suffix comes fresh from a kernel; the prefix may be a slice of a workspace
-        for (name, part, view) in [("prefix", 0, case.view), ("suffix", 1, StateView::Contiguous)] {
-            let out = viewed(case.dtype, &[rows, heads, dim], &outs[part * out..][..out], 1, view);
-            let lse = viewed_bits(&[rows, heads], &lses[part * lse..][..lse], 1, view);
-            tensors.insert(&format!("{name}_out"), out);
-            tensors.insert(&format!("{name}_lse"), lse);
-        }
-    }
+    let tensors = state_tensors(family, case, heads, &outs, &lses);
     let lses = lses.into_iter().map(f64::from).collect();
     MergeInputs {
         family,
@@ -121,6 +121,26 @@ fn merge_states(family: Family, case: &MergeCase, seed: u64) -> MergeInputs {
         sums: Vec::new(),
         row_lens: Vec::new(),
     }
+}
+
+/// States as the operation takes them, in the memory layout that the case asks for.
+fn state_tensors(family: Family, case: &MergeCase, heads: usize, outs: &[f64], lses: &[f32]) -> Tensors {
+    let (states, rows, dim) = (case.world, case.rows, case.dim);
+    let mut tensors = Tensors::new();
+    if family == Family::MergePartials {
+        tensors.insert("partial_out", viewed(case.dtype, &[states, rows, heads, dim], outs, 2, case.view));
+        tensors.insert("partial_lse", viewed_bits(&[states, rows, heads], lses, 2, case.view));
+    } else {
+        let (out, lse) = (outs.len() / 2, lses.len() / 2);
+        // the suffix comes fresh from a kernel; the prefix may be a slice of a workspace
+        for (name, part, view) in [("prefix", 0, case.view), ("suffix", 1, StateView::Contiguous)] {
+            let out = viewed(case.dtype, &[rows, heads, dim], &outs[part * out..][..out], 1, view);
+            let lse = viewed_bits(&[rows, heads], &lses[part * lse..][..lse], 1, view);
+            tensors.insert(&format!("{name}_out"), out);
+            tensors.insert(&format!("{name}_lse"), lse);
+        }
+    }
+    tensors
 }
 
 /// LSE and readability of every head of every state, by pattern.

@@ -8,9 +8,10 @@ use shardcheck_engine::Attention;
 /// Name of a model that is none of the list: its shape stands in the case itself.
 pub const CUSTOM_MODEL: &str = "custom";
 
-const FILES: [&str; 9] = [
+const FILES: [&str; 10] = [
     include_str!("../models/tiny-mla.toml"),
     include_str!("../models/tiny-gqa.toml"),
+    include_str!("../models/tiny-gqa16.toml"),
     include_str!("../models/tiny-mha.toml"),
     include_str!("../models/deepseek-r1.toml"),
     include_str!("../models/deepseek-v4.toml"),

@@ -370,7 +370,7 @@ impl AxesFile {
     }
 }
 
-/// A covering array over the axes of a merge family; its patterns are all that the family knows.
+/// A covering array over the axes of a merge family; its patterns are all that the family knows, unless it says otherwise.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MergePart {
@@ -384,11 +384,13 @@ struct MergePart {
     dtypes: Vec<Dtype>,
     exchanges: Vec<Exchange>,
     views: Vec<StateView>,
+    /// Patterns to keep to.
+    patterns: Option<Vec<MergePattern>>,
 }
 
 impl MergePart {
     fn collect(&self, seed: u64, suite: &mut Collector) {
-        let patterns = patterns(self.family);
+        let patterns = self.patterns.as_deref().unwrap_or_else(|| patterns(self.family));
         let levels = [
             self.worlds.len(),
             patterns.len(),

@@ -32,6 +32,17 @@ impl Allowed {
         }
     }
 
+    /// The same in a unit of which `factor` make one, such as another base of a logarithm.
+    pub fn scaled(self, factor: f64) -> Self {
+        match self {
+            Self::Exactly(value) => Self::Exactly(value * factor),
+            Self::Between { expected, low, high } => {
+                Self::Between { expected: expected * factor, low: low * factor, high: high * factor }
+            }
+            Self::NegativeInfinity | Self::Undefined => self,
+        }
+    }
+
     /// Whether `seen` is allowed. Every comparison is of the form "inside", so that NaN is outside.
     pub fn admits(self, seen: f64) -> bool {
         match self {

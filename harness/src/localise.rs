@@ -1,6 +1,6 @@
 //! First divergent stage: each observable of a step compared with what the oracle gives for it, in the order of the step.
 
-use shardcheck_engine::LseBase;
+use shardcheck_engine::EmptyPartial;
 use shardcheck_formats::Dtype;
 
 use crate::finding::Stage;
@@ -69,10 +69,8 @@ pub(crate) fn natural_partial_lse(
     let axes = gathered_axes(material, 1);
     let shape: Vec<_> = axes.iter().map(|axis| axis.1).collect();
     let seen = observed.observable("partial_lse", Dtype::F32, &shape)?.to_f64();
-    Ok(match material.conventions.lse_base {
-        LseBase::E => seen,
-        LseBase::Two => seen.into_iter().map(|lse| lse * std::f64::consts::LN_2).collect(),
-    })
+    let factor = material.conventions.lse_base.ln();
+    Ok(seen.into_iter().map(|lse| lse * factor).collect())
 }
 
 /// Partial LSEs against attention over each rank's own tokens.
@@ -91,16 +89,18 @@ pub(crate) fn partial_lse(material: &AttentionMaterial, observed: &Observed) -> 
     Ok(comparison)
 }
 
-/// Partial outputs against attention over each rank's own tokens; undefined where a rank sees nothing.
+/// Partial outputs against attention over each rank's own tokens; where a rank sees nothing they are what the engine declares.
 pub(crate) fn partial_output(material: &AttentionMaterial, observed: &Observed) -> Result<Comparison, Halt> {
     let dim = material.exchanged_dim(observed);
     let axes = gathered_axes(material, 1);
     let (rows, gathered) = (axes[1].1, axes[2].1);
     let seen = observed.observable("partial_out", Dtype::F32, &[axes[0].1, rows, gathered, dim])?.to_f64();
     let expected = material.expected()?;
+    let zeros = material.conventions.empty_partial == EmptyPartial::Zero;
     let mut comparison = Comparison::new("partial_out");
     for rank in 0..axes[0].1 {
-        let partial = expected.partials[material.dcp_rank(rank)].exchanged(dim).ok_or_else(|| {
+        let of_rank = &expected.partials[material.dcp_rank(rank)];
+        let partial = of_rank.exchanged(dim).ok_or_else(|| {
             Halt::Inconclusive(format!("no bound is known for a partial output of width {dim}"))
         })?;
         for row in 0..rows {
@@ -108,8 +108,10 @@ pub(crate) fn partial_output(material: &AttentionMaterial, observed: &Observed) 
                 let global = rank / material.configuration().dcp * gathered + head;
                 let base = ((rank * rows + row) * gathered + head) * dim;
                 let wanted = (row * material.heads() + global) * dim;
+                let empty = of_rank.lse[row * material.heads() + global] == Allowed::NegativeInfinity;
                 for d in 0..dim {
-                    comparison.element(base + d, seen[base + d], partial[wanted + d]);
+                    let allowed = if empty && zeros { Allowed::Exactly(0.0) } else { partial[wanted + d] };
+                    comparison.element(base + d, seen[base + d], allowed);
                 }
             }
         }

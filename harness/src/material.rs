@@ -82,7 +82,7 @@ pub struct AttentionMaterial {
 }
 
 /// Operation whose profile counts for a family.
-fn operation_of(family: Family) -> OperationKind {
+pub(crate) fn operation_of(family: Family) -> OperationKind {
     match family {
         Family::Layout => OperationKind::Layout,
         Family::Write => OperationKind::WriteKv,

@@ -3,7 +3,7 @@
 use std::sync::OnceLock;
 
 use shardcheck_cases::{Family, MergeCase, MergeInputs, generate_merge};
-use shardcheck_engine::{Configuration, Operation, Profile, Tensor, Tensors};
+use shardcheck_engine::{Configuration, EmptyPartial, LseBase, Operation, Profile, Tensor, Tensors};
 use shardcheck_formats::{Contract, Dtype, Merge};
 use shardcheck_references::bound::{MergeInputs as GivenStates, certify_merge};
 use shardcheck_references::merge::{Segment, active_segments, merge_segments};
@@ -11,7 +11,7 @@ use shardcheck_references::merge::{Segment, active_segments, merge_segments};
 use crate::expected::{ExpectedState, allowed_out};
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Observed};
-use crate::material::contract_for;
+use crate::material::{contract_for, operation_of};
 
 /// Material of one merge case.
 pub struct MergeMaterial {
@@ -25,6 +25,8 @@ pub struct MergeMaterial {
     case: MergeCase,
     contract: Contract,
     states: Vec<State>,
+    /// What an output holds that goes with nothing: what the engine declares that it relies on.
+    nothing: f64,
     expected: OnceLock<Result<ExpectedState, String>>,
 }
 
@@ -41,7 +43,12 @@ impl MergeMaterial {
     /// # Errors
     /// Why the case can't be judged against such an engine.
     pub fn new(family: Family, case: &MergeCase, seed: u64, profile: &Profile) -> Result<Self, String> {
-        let inputs = generate_merge(family, case, seed);
+        let relied_on = profile.operation(operation_of(family)).map(|o| o.conventions.empty_partial);
+        let mut inputs = generate_merge(family, case, seed);
+        let nothing = if relied_on == Some(EmptyPartial::Zero) { 0.0 } else { f64::NAN };
+        if nothing == 0.0 {
+            inputs = inputs.with_zeros_for_nothing();
+        }
         let contract = contract_for(profile, family, case.comm_backend);
         let mut contract = contract.unwrap_or_else(|| Contract::bf16_default(Merge::A2a));
         contract.output = case.dtype;
@@ -71,6 +78,7 @@ impl MergeMaterial {
             case: case.clone(),
             contract,
             states,
+            nothing,
             expected: OnceLock::new(),
         })
     }
@@ -125,7 +133,7 @@ impl MergeMaterial {
         let mut states = self.states.clone();
         for (index, state) in states.iter_mut().enumerate() {
             if index != keep {
-                state.out.fill(f64::NAN);
+                state.out.fill(self.nothing);
                 state.lse.fill(f64::NEG_INFINITY);
             }
         }
@@ -174,6 +182,24 @@ impl MergeMaterial {
         }
         let expected = self.expected_of(&states).map_err(Halt::Inconclusive)?;
         Ok((self.tensors(&states), expected))
+    }
+
+    /// The states with their LSEs in base 2, and what must come out, its LSE in that base.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when no bound can be derived.
+    pub fn in_base_2(&self) -> Result<(Tensors, ExpectedState), Halt> {
+        let base = LseBase::Two;
+        let mut given = self.states.clone();
+        given.iter_mut().flat_map(|state| &mut state.lse).for_each(|lse| {
+            *lse = f64::from((*lse / base.ln()) as f32);
+        });
+        let mut natural = given.clone();
+        natural.iter_mut().flat_map(|state| &mut state.lse).for_each(|lse| *lse *= base.ln());
+        let mut expected = self.expected_of(&natural).map_err(Halt::Inconclusive)?;
+        // the interval is as wide as in natural units, and the rounding of the result is relative to its size
+        expected.lse.iter_mut().for_each(|lse| *lse = lse.scaled(1.0 / base.ln()));
+        Ok((self.tensors(&given), expected))
     }
 
     /// State of a rank as f32 tensors `[T, Hg, D]` and `[T, Hg]`, for a two-state merge.
@@ -416,7 +442,7 @@ fn operation(family: Family) -> Operation {
         Family::MergeStates => Operation::MergeStates,
         Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
         Family::PackLse => Operation::PackLse,
-        _ => Operation::MergePartials,
+        _ => Operation::MergePartials { lse_base: LseBase::E },
     }
 }
 

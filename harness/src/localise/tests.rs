@@ -3,6 +3,7 @@
 use super::*;
 use shardcheck_cases::{Case, SuiteName, suite};
 use shardcheck_cpu::{CpuEngine, fault};
+use shardcheck_engine::LseBase;
 
 use crate::finding::{Failure, Finding};
 use crate::properties::{self, Property};

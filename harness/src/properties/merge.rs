@@ -1,7 +1,7 @@
 //! Laws of the merge over ranks, on given partials.
 
 use shardcheck_cases::{Body, Case, Family, MergePattern, StateView};
-use shardcheck_engine::{Operation, Tensors};
+use shardcheck_engine::{LseBase, Operation, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::{Property, always};
@@ -51,7 +51,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     merge_property!(
         "merge.neutral",
         always,
-        "a state merged with empty states only comes out bit for bit, although the empty outputs hold NaN",
+        "a state merged with empty states only comes out bit for bit, although the empty outputs hold NaN (zeros where the engine declares that it relies on them)",
         "the empty state is the neutral element",
         &["vllm#38416", "flashinfer#4975", "ATOM#1832", "TensorRT-LLM#15383"],
         BITS,
@@ -83,6 +83,15 @@ pub(super) const PROPERTIES: &[Property] = &[
         &["vllm#28840"],
         BOUND,
         shift
+    ),
+    merge_property!(
+        "merge.base-2",
+        always,
+        "LSEs that are given in base 2 weigh as the natural ones do, and the merged one is in base 2",
+        "FlashInfer `merge_state`; vLLM `is_lse_base_on_e=False`",
+        &["vllm#28840"],
+        BOUND,
+        base_2
     ),
     merge_property!(
         "merge.fold",
@@ -130,6 +139,21 @@ fn view(case: &Case) -> Option<StateView> {
 
 fn world(case: &Case) -> usize {
     merge_case(case).map_or(0, |merge| merge.world)
+}
+
+fn base_2(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.merging();
+    let (inputs, expected) = material.in_base_2()?;
+    let operation = Operation::MergePartials { lse_base: LseBase::Two };
+    let observed = Run::open(laboratory.engine, &material.configuration)?.step(&operation, &inputs)?;
+    let outs = compare(material, &observed, &expected.out)?;
+    let headline = "LSEs in base 2 do not weigh as the natural ones do";
+    let first = outs.finding(headline, Stage::Merge, |flat| material.place(flat));
+    let Finding::Holds(measured) = first else { return Ok(first) };
+    let lses = compare_lse(material, &observed, &expected.lse)?;
+    let headline = "the merged LSE of LSEs in base 2 is not their log-sum-exp in that base";
+    let second = lses.finding(headline, Stage::Merge, |flat| material.place_state(flat));
+    Ok(if let Finding::Holds(more) = second { Finding::Holds(measured.and(more)) } else { second })
 }
 
 /// Runs the case's operation on other inputs.

@@ -36,7 +36,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     },
     Property {
         id: "states.neutral",
-        statement: "a state merged with an empty one, on either side, comes out bit for bit",
+        statement: "a state merged with an empty one, on either side, comes out bit for bit, although the empty output holds NaN (zeros where the engine declares that it relies on them)",
         source: "the empty state is the neutral element",
         bugs: &["vllm-ascend#5837", "flashinfer#4975"],
         tolerance: "exact: bits",

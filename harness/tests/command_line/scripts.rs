@@ -38,10 +38,10 @@ const SELECTIONS: [&str; 9] = [
     "family(merge_states) & pattern(broken_lse)",
     "family(merge_partials) & pattern(some_empty)",
     "family(merge_partials) & pattern(broken_lse)",
-    "family(decode) & model(tiny-gqa) & world(8)",
+    "family(decode) & model(tiny-gqa16) & world(8)",
     "family(verify) & model(tiny-mla) & pbm(true)",
     "family(draft)",
-    "family(context) & model(tiny-gqa)",
+    "family(context) & model(tiny-gqa16)",
     "family(layout)",
 ];
 

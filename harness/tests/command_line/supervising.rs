@@ -9,7 +9,7 @@ use crate::program::{Outcome, Program};
 
 /// Three decode cases: several steps a session, several sessions a case.
 const CASES: [&str; 6] =
-    ["--suite", "engine-smoke", "-E", "family(decode) & model(tiny-gqa) & world(1)", "--jobs", "1"];
+    ["--suite", "engine-smoke", "-E", "family(decode) & model(tiny-gqa16) & world(1)", "--jobs", "1"];
 
 fn engine(options: &str) -> String {
     format!("exec:{} adapter {options}", env!("CARGO_BIN_EXE_shardcheck"))

@@ -178,7 +178,7 @@ fn returns_output(operation: &Operation) -> bool {
         operation,
         Operation::Attend { .. }
             | Operation::AttendContext { .. }
-            | Operation::MergePartials
+            | Operation::MergePartials { .. }
             | Operation::MergeStates
             | Operation::MergeSegments { .. }
     )

@@ -5,7 +5,7 @@
 //! `cp_lse_ag_out_rs`): the LSEs are gathered, each partial is scaled and rounded in place, and the sum is rounded
 //! after every addition.
 
-use shardcheck_engine::{LaneOrder, Tensor};
+use shardcheck_engine::{LaneOrder, LseBase, Tensor};
 use shardcheck_formats::{bf16_from_f32, bf16_to_f32, round_bf16};
 
 use crate::communicator::{Link, Stop};
@@ -63,6 +63,8 @@ pub struct MergePolicies {
     pub sanitise: fn(f32) -> f32,
     /// Weights of partials and the merged LSE, from their LSEs: `(LSEs, weights to fill)`.
     pub combine: fn(&[f32], &mut [f32]) -> f32,
+    /// The same where LSEs are given in base 2.
+    pub combine_base_2: fn(&[f32], &mut [f32]) -> f32,
     /// Multiplies a partial by its weight.
     pub weigh: fn(f32, &mut [f32]),
     /// Members in the order in which a gather lays them out, for a world size.
@@ -91,6 +93,7 @@ impl MergePolicies {
         read: Tensor::to_f32,
         sanitise,
         combine,
+        combine_base_2,
         weigh,
         lse_order: |world| (0..world).collect(),
         sent_block: |member, _| member,
@@ -102,6 +105,16 @@ impl MergePolicies {
         head_place: |head, _| head,
         lanes: LanePolicies::HEALTHY,
     };
+}
+
+impl MergePolicies {
+    /// As these, for LSEs in `base`.
+    pub fn in_base(&self, base: LseBase) -> Self {
+        match base {
+            LseBase::E => *self,
+            LseBase::Two => Self { combine: self.combine_base_2, ..*self },
+        }
+    }
 }
 
 /// NaN and +∞ mean "nothing there", as −∞ does.
@@ -119,6 +132,19 @@ pub fn combine(lses: &[f32], weights: &mut [f32]) -> f32 {
     let sum: f32 = lses.iter().map(|lse| (lse - max).exp()).sum();
     let merged = max + sum.ln();
     weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp());
+    merged
+}
+
+/// As [`combine`] with powers and logarithm of 2, for LSEs in that base (FlashInfer `merge_state`, vLLM `is_lse_base_on_e=False`).
+pub fn combine_base_2(lses: &[f32], weights: &mut [f32]) -> f32 {
+    let max = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+    if max == f32::NEG_INFINITY {
+        weights.fill(0.0);
+        return max;
+    }
+    let sum: f32 = lses.iter().map(|lse| (lse - max).exp2()).sum();
+    let merged = max + sum.log2();
+    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp2());
     merged
 }
 

@@ -69,8 +69,9 @@ impl CpuSession {
                     &self.policies,
                 )?
             }
-            Operation::MergePartials => {
-                merge_partials(configuration, inputs, self.ranks(configuration.dcp), policies)?
+            Operation::MergePartials { lse_base } => {
+                let merge = policies.merge.in_base(lse_base);
+                merge_partials(configuration, inputs, self.ranks(configuration.dcp), &merge, policies)?
             }
             Operation::MergeStates => merge_two_states(inputs, policies)?,
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies)?,

@@ -6,7 +6,7 @@ use shardcheck_formats::Dtype;
 use crate::batch::wrong_shape;
 use crate::communicator::{Ranks, run_ranks};
 use crate::context::merge_states;
-use crate::merge::{Partial, Wire, merge};
+use crate::merge::{MergePolicies, Partial, Wire, merge};
 use crate::policies::Policies;
 
 /// How the segments of a split kernel are merged.
@@ -47,7 +47,7 @@ fn combine(maxima: &[f32], sums: &[f32], weights: &mut [f32]) -> f32 {
     (max + sum.log2()) * std::f32::consts::LN_2
 }
 
-/// Merges the given partials over the ranks of one group. Outputs have the element type of the partials.
+/// Merges the given partials over the ranks of one group, weighed by `policy`. Outputs have the element type of the partials.
 ///
 /// # Errors
 /// [`EngineError::Input`] for tensors that do not fit; what the exchange says.
@@ -55,6 +55,7 @@ pub fn merge_partials(
     configuration: &Configuration,
     inputs: &Tensors,
     ranks: Ranks,
+    policy: &MergePolicies,
     policies: &Policies,
 ) -> Result<Reply, EngineError> {
     let tensor = inputs.get("partial_out")?;
@@ -70,9 +71,9 @@ pub fn merge_partials(
         ));
     }
     let wire = wire("partial_out", tensor)?;
-    let out = (policies.merge.read)(tensor);
+    let out = (policy.read)(tensor);
     let lse = inputs.get("partial_lse")?.expect("partial_lse", Dtype::F32, &[world, rows, heads])?;
-    let lse = (policies.merge.read)(lse);
+    let lse = (policy.read)(lse);
     let dispatch = (policies.session.dispatch)(configuration, false);
     let order = configuration.lane_order;
     let run = run_ranks(ranks, |link| {
@@ -84,7 +85,7 @@ pub fn merge_partials(
             heads,
             dim,
         };
-        merge(link, &partial, dispatch.run.backend, wire, order, &policies.merge)
+        merge(link, &partial, dispatch.run.backend, wire, order, policy)
     })?;
     let merged =
         |part: fn(&Partial) -> &[f32]| run.results.iter().flat_map(|p| part(p).to_vec()).collect::<Vec<_>>();

@@ -5,19 +5,23 @@ mod scene;
 use proptest::prelude::*;
 use scene::{Scene, step, uniform};
 use shardcheck_cpu::engine;
-use shardcheck_engine::{CommBackend, LaneOrder, Operation, Reply, Tensor, Tensors};
+use shardcheck_engine::{CommBackend, LaneOrder, LseBase, Operation, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 const ROWS: usize = 5;
 const DIM: usize = 6;
 
 fn merge(world: usize, backend: CommBackend, out: &Tensor, lse: &[f32]) -> Reply {
+    merge_in(LseBase::E, world, backend, out, lse)
+}
+
+fn merge_in(lse_base: LseBase, world: usize, backend: CommBackend, out: &Tensor, lse: &[f32]) -> Reply {
     let scene = Scene::small(world).with(|s| s.configuration.comm_backend = backend);
     let shape = &out.shape()[..3];
     let mut inputs = Tensors::new()
         .with("partial_out", out.clone())
         .with("partial_lse", Tensor::from_f32(Dtype::F32, shape, lse));
-    step(scene.open(&engine()).as_mut(), &Operation::MergePartials, &mut inputs).unwrap()
+    step(scene.open(&engine()).as_mut(), &Operation::MergePartials { lse_base }, &mut inputs).unwrap()
 }
 
 /// Merge in f64, `[W, rows, heads, dim]` to `[rows, heads, dim]` and `[rows, heads]`.
@@ -63,6 +67,25 @@ fn merges_of_random_partials_are_exact_up_to_their_roundings() {
                 assert!(close(in_head_order(&seen_lse.to_f32(), world, 2, 1), &merged, 1e-5));
             }
         }
+    }
+}
+
+#[test]
+fn lses_in_base_2_weigh_as_the_natural_ones_and_the_merged_one_is_in_their_base() {
+    for backend in CommBackend::ALL {
+        let shape = [3, ROWS, 3, DIM];
+        let values = uniform(5, shape.iter().product());
+        let mut lse: Vec<f32> = uniform(6, 3 * ROWS * 3).iter().map(|u| 9.0 * u - 4.0).collect();
+        lse[..ROWS].fill(f32::NEG_INFINITY);
+        let in_base_2: Vec<f32> = lse.iter().map(|lse| lse * std::f32::consts::LOG2_E).collect();
+        let out = Tensor::from_f32(Dtype::F32, &shape, &values);
+        let natural = merge(3, backend, &out, &lse);
+        let other = merge_in(LseBase::Two, 3, backend, &out, &in_base_2);
+        let near = |name: &str, factor: f32| {
+            let [a, b] = [&natural, &other].map(|reply| reply.outputs.get(name).unwrap().to_f32());
+            a.iter().zip(&b).all(|(a, b)| a == b || (a * factor - b).abs() < 1e-5 * (1.0 + b.abs()))
+        };
+        assert!(near("out", 1.0) && near("lse", std::f32::consts::LOG2_E), "{backend:?}");
     }
 }
 
@@ -141,7 +164,8 @@ fn both_lane_orders_carry_the_same_lse() {
     let [a, b] = LaneOrder::ALL.map(|order| {
         let scene = Scene::small(3).with(|s| s.configuration.lane_order = order);
         let mut inputs = Tensors::new().with("partial_out", out.clone()).with("partial_lse", lse.clone());
-        step(scene.open(&engine()).as_mut(), &Operation::MergePartials, &mut inputs).unwrap()
+        step(scene.open(&engine()).as_mut(), &Operation::MergePartials { lse_base: LseBase::E }, &mut inputs)
+            .unwrap()
     });
     assert_eq!(a.outputs, b.outputs);
     assert_ne!(a.effective, b.effective);

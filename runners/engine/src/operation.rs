@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Tensor, Tensors};
+use crate::{LseBase, Tensor, Tensors};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -44,7 +44,11 @@ pub enum Operation {
         chunk_budget_tokens: usize,
     },
     /// Merge the given partials of all ranks of one group.
-    MergePartials,
+    MergePartials {
+        /// Base of the given LSEs and of the merged one.
+        #[serde(default, skip_serializing_if = "LseBase::is_e")]
+        lse_base: LseBase,
+    },
     /// Merge two attention states (a prefix and a suffix).
     MergeStates,
     /// Merge the unreduced segments of a split kernel, given base-2 statistics.
@@ -132,7 +136,7 @@ impl Operation {
                 }
             }
             Self::AttendContext { .. } => OperationKind::Context,
-            Self::MergePartials => OperationKind::MergePartials,
+            Self::MergePartials { .. } => OperationKind::MergePartials,
             Self::MergeStates => OperationKind::MergeStates,
             Self::MergeSegments { .. } => OperationKind::MergeSegments,
             Self::PackLse => OperationKind::PackLse,
@@ -323,10 +327,10 @@ const MERGE_PARTIALS: &[TensorSpec] = &[
         "partial_lse",
         Given,
         "f32 [dcp, T, Hg]",
-        "natural LSEs, −inf for an empty partial; may be a strided view",
+        "LSEs in the operation's `lse_base`, natural unless it says otherwise; −inf for an empty partial; may be a strided view",
     ),
     spec("out", Output, "bf16 or f32 [dcp, T, H, D]", "merged output of each rank's own heads"),
-    spec("lse", Output, "f32 [dcp, T, H]", "merged natural LSE"),
+    spec("lse", Output, "f32 [dcp, T, H]", "merged LSE, in the same base"),
 ];
 const MERGE_STATES: &[TensorSpec] = &[
     spec("prefix_out", Given, "f32 or bf16 [T, H, D]", "first state; may be a strided view"),

@@ -8,22 +8,39 @@ use shardcheck_formats::{Contract, Overflow};
 use crate::{LaneOrder, OperationKind, RuleSetName};
 
 /// Base of the logarithm that a partial LSE is given in.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LseBase {
     /// Natural logarithm (ATOM, FlashAttention).
+    #[default]
     E,
     /// Base 2 (FlashInfer): natural = value · ln 2.
     Two,
 }
 
-/// What a partial output holds for a row that sees no token.
+impl LseBase {
+    /// Whether it is the natural one.
+    pub fn is_e(&self) -> bool {
+        *self == Self::E
+    }
+
+    /// What an LSE in this base is multiplied by to be a natural one.
+    pub fn ln(self) -> f64 {
+        match self {
+            Self::E => 1.0,
+            Self::Two => std::f64::consts::LN_2,
+        }
+    }
+}
+
+/// What a partial output holds for a row that sees no token: of a step of attention what it leaves there, of a merge what it
+/// relies on in a state whose LSE is −∞.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EmptyPartial {
     /// Exact zeros (FlashInfer).
     Zero,
-    /// Anything, NaN included; the merge must ignore it (vLLM, aiter).
+    /// Anything, NaN included; a merge ignores it (vLLM, aiter).
     Undefined,
 }
 

@@ -114,13 +114,14 @@ class NumpySession(shardcheck.Session):
             query, key, value, query_start_loc.codes, block_table.codes
         )
 
-    def merge_partials(self, partial_out, partial_lse) -> Reply:
-        """Merges given partials over one group."""
+    def merge_partials(self, partial_out, partial_lse, lse_base="e") -> Reply:
+        """Merges given partials over one group; their LSEs are in base `e` or `two`."""
         world = self.configuration.dcp
         exchange = Exchange(world, world)
-        outs, lses = self._merge(
-            exchange, list(partial_out.numpy()), list(partial_lse.numpy()), partial_out.dtype
-        )
+        unit = np.float32(np.log(2)) if lse_base == "two" else np.float32(1)
+        given = partial_lse.numpy() * unit
+        outs, lses = self._merge(exchange, list(partial_out.numpy()), list(given), partial_out.dtype)
+        lses = [lse / unit for lse in lses]
         outputs = {"out": Tensor.from_f32(partial_out.dtype, np.stack(outs)), "lse": np.stack(lses)}
         return Reply(outputs, self._path(partial_out.dtype), exchange.entered)
 
@@ -310,7 +311,8 @@ class NumpyDcp(shardcheck.Engine):
             conventions=conventions,
             observables=["context_out", "context_lse", "gathered_key", "chunk_lens"],
         )
-        packs = Conventions(empty_partial="zero", lane_orders=lanes)
+        # a merge relies on nothing in an empty state
+        packs = Conventions(lane_orders=lanes)
         merges = Operation(contract=merge_contract, conventions=packs)
         self.operations = {
             "layout": moves,

@@ -18,6 +18,8 @@ from shardcheck.tensor import Tensor
 from shardcheck.wire import Input, Message, ProtocolError
 
 _TRACEBACK_LINES = 24
+_BINDING = frozenset({"lse_base"})
+"""Parameters that change what is asked and are only sent where they do: a method that doesn't take one can't do it."""
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP) error:|device-side assert|unspecified launch failure", re.IGNORECASE)
 
 
@@ -177,7 +179,7 @@ def arguments_for(
 ) -> dict[str, Any]:
     """Keyword arguments of an operation's method: every tensor, and the parameters that its signature names.
 
-    `Unsupported` when it takes no tensor of a given name, `TypeError` when it asks for something that isn't
+    `Unsupported` when it takes no tensor of a given name or no parameter that it must mind, `TypeError` when it asks for something that isn't
     there.
     """
     signature = inspect.signature(method).parameters.values()
@@ -190,7 +192,7 @@ def arguments_for(
     if missing:
         there = ", ".join(sorted(available))
         raise TypeError(f"{method.__qualname__} asks for {', '.join(missing)}; the operation has {there}")
-    refused = [name for name in tensors if name not in named]
+    refused = [name for name in (*tensors, *_BINDING.intersection(parameters)) if name not in named]
     if refused:
         raise Unsupported(f"{method.__qualname__} takes no {', '.join(refused)}")
     return {name: value for name, value in available.items() if name in named}

@@ -90,6 +90,14 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.merge.combine = base_2,
     },
     Fault {
+        name: "base-2-taken-as-natural",
+        title: "LSEs that are given in base 2 are merged as natural ones",
+        class: FaultClass::LseMath,
+        bugs: &["vllm#28840"],
+        killed_by: &["merge.base-2"],
+        apply: |p| p.merge.combine_base_2 = merge::combine,
+    },
+    Fault {
         name: "merge-without-maximum",
         title: "LSEs are exponentiated as they are: large ones overflow",
         class: FaultClass::LseMath,

@@ -10,8 +10,8 @@ use std::hash::{Hash, Hasher};
 
 use shardcheck_cpu::CpuEngine;
 use shardcheck_engine::{
-    Answer, Attention, CommBackend, Engine, EngineError, LaneOrder, Mask, Operation, Reply, RuleSetName,
-    Settings, Tensor, Tensors,
+    Answer, Attention, CommBackend, Engine, EngineError, LaneOrder, LseBase, Mask, Operation, Reply,
+    RuleSetName, Settings, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -166,7 +166,11 @@ impl Battery<'_> {
                     for strided in [false, true] {
                         let mut session = scene.open(self.engine);
                         let mut inputs = partials(world, dtype, strided);
-                        let reply = step(session.as_mut(), &Operation::MergePartials, &mut inputs);
+                        let reply = step(
+                            session.as_mut(),
+                            &Operation::MergePartials { lse_base: LseBase::E },
+                            &mut inputs,
+                        );
                         self.reply("merge", &["out", "lse"], &reply);
                     }
                 }

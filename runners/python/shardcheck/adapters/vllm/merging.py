@@ -20,6 +20,7 @@ def combine(
     lse: torch.Tensor,
     seq_lens: torch.Tensor | None = None,
     query_start_loc: torch.Tensor | None = None,
+    lse_base: str = "e",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges `partial [T, Hg, D]` and `lse [T, Hg]` of this rank with those of its group: own heads, `[T, H,
     D]` and `[T, H]`.
@@ -33,9 +34,11 @@ def combine(
     if function is None:
         raise Unsupported(f"this release has no exchange {backend}")
     wanted = parameters(function)
+    if lse_base != "e" and "is_lse_base_on_e" not in wanted:
+        raise Unsupported("this release merges natural LSEs only")
     given = {
         "return_lse": True,
-        "is_lse_base_on_e": True,
+        "is_lse_base_on_e": lse_base == "e",
         "seq_lens": seq_lens,
         "query_start_loc": query_start_loc,
     }
@@ -55,11 +58,13 @@ class RankMerge:
     backend: str
     out: torch.Tensor
     lse: torch.Tensor
+    lse_base: str = "e"
 
     def run(self, release: Release, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Merged output and LSE of the rank's own heads. The engine corrects in place, so it gets copies."""
         release.groups.act(group)
-        return combine(release, self.backend, group, owned_copy(self.out), owned_copy(self.lse))
+        out, lse = owned_copy(self.out), owned_copy(self.lse)
+        return combine(release, self.backend, group, out, lse, lse_base=self.lse_base)
 
 
 def merge_two(

@@ -126,13 +126,15 @@ class VllmSession(Session):
                 chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
             )
 
-    def merge_partials(self, partial_out: Tensor, partial_lse: Tensor, **_: Any) -> Reply:
-        """Merges given partials over the ranks of one group."""
+    def merge_partials(
+        self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any
+    ) -> Reply:
+        """Merges given partials over the ranks of one group; their LSEs are in base `e` or `two`."""
         c, device = self.configuration, self.release.device
         if c.dcp == 1:
             raise Unsupported("the engine merges nothing where there is one rank")
         outs, lses = partial_out.torch(device), partial_lse.torch(device)
-        jobs = [RankMerge(c.comm_backend, outs[member], lses[member]) for member in range(c.dcp)]
+        jobs = [RankMerge(c.comm_backend, outs[member], lses[member], lse_base) for member in range(c.dcp)]
         with self.release.watching():
             results, collectives = self.executor.run(jobs, c.dcp)
         out, lse = (torch.stack(part) for part in zip(*results, strict=True))
