@@ -25,7 +25,6 @@ pub struct MergeMaterial {
     case: MergeCase,
     contract: Contract,
     states: Vec<State>,
-    /// What an output holds that goes with nothing: what the engine declares that it relies on.
     nothing: f64,
     expected: OnceLock<Result<ExpectedState, String>>,
 }
@@ -86,6 +85,11 @@ impl MergeMaterial {
     /// Ranks, or states.
     pub fn world(&self) -> usize {
         self.states.len()
+    }
+
+    /// What an output holds that goes with nothing: NaN, or zero where the engine declares that it relies on that.
+    pub fn nothing(&self) -> f64 {
+        self.nothing
     }
 
     /// Element type of the merged output: that of the given outputs.

@@ -178,6 +178,9 @@ fn variant(
                 "the engine does not report {key}, so nothing shows that two runs differ in it"
             )));
         }
+        if a == Some("none") && b == a {
+            return Err(Halt::Unsupported(format!("the engine has no {key} that could differ here")));
+        }
         if a == b {
             let path = a.unwrap_or("not reported");
             return Err(Halt::Inconclusive(format!(

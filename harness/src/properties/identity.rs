@@ -61,7 +61,8 @@ fn exchange(laboratory: &Laboratory) -> Result<Finding, Halt> {
         for (row, head) in (0..rows).flat_map(|row| (0..heads).map(move |head| (row, head))) {
             let holds = holder(row, head) == rank;
             lses.push(if holds { 2.5 } else { f32::NEG_INFINITY });
-            outs.extend((0..dim).map(|d| if holds { tag(row, head, rank, d) as f32 } else { f32::NAN }));
+            let nothing = material.nothing() as f32;
+            outs.extend((0..dim).map(|d| if holds { tag(row, head, rank, d) as f32 } else { nothing }));
         }
     }
     let inputs = Tensors::new()

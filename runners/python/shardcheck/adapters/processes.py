@@ -1,14 +1,15 @@
 """Ranks as processes: a pool that stays up, joined by torch.distributed, each process with an engine of its
 own.
 
-What `VirtualExecutor` does in one process, `ProcessExecutor` does in as many as a group has ranks, over gloo
-on the loopback device. It is slower and needs more memory; it is there to show that the simulated collectives
-of the one are those of the other.
+What `VirtualExecutor` does in one process, `ProcessExecutor` does in as many as a group has ranks: over gloo
+on the loopback device, or over NCCL (RCCL on ROCm) with a GPU for each. It is slower and needs more memory; it
+is there to show that the simulated collectives of the one are those of the other.
 """
 
 from __future__ import annotations
 
 import datetime
+import io
 import multiprocessing
 import multiprocessing.connection
 import pickle
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardcheck import Unsupported
 from shardcheck.adapters.collectives import Job
 
 _WAIT_S = 120.0
@@ -29,17 +31,19 @@ class RankFailed(RuntimeError):
 
 class ProcessExecutor:
     """Runs the jobs of all ranks of a step in processes. `make_engine` is called in each of them and must be
-    picklable."""
+    picklable; on `cuda` rank `r` of a group has GPU `r` of this host."""
 
-    def __init__(self, make_engine: Callable[[], Any]) -> None:
+    def __init__(self, make_engine: Callable[[], Any], device: str = "cpu") -> None:
         self.make_engine = make_engine
+        self.device = device
         self._pools: dict[int, _Pool] = {}
 
     def run(self, jobs: Sequence[Job], world: int) -> tuple[list[Any], list[int]]:
         """Results of `jobs`, one a rank, and the collectives that each entered; ranks `g·world …` are group
         `g`."""
         if world not in self._pools:
-            self._pools[world] = _Pool(self.make_engine, world)
+            _require_devices(self.device, world)
+            self._pools[world] = _Pool(self.make_engine, self.device, world)
         answers: list[tuple[Any, int]] = []
         try:
             for first in range(0, len(jobs), world):
@@ -58,7 +62,7 @@ class ProcessExecutor:
 
 
 class _Pool:
-    def __init__(self, make_engine: Callable[[], Any], world: int) -> None:
+    def __init__(self, make_engine: Callable[[], Any], device: str, world: int) -> None:
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory(prefix="shardcheck-ranks-")
         store = str(Path(self._folder.name) / "store")
@@ -66,7 +70,7 @@ class _Pool:
         for rank in range(world):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(theirs, make_engine, rank, world, store), daemon=True
+                target=_serve, args=(theirs, make_engine, device, rank, world, store), daemon=True
             )
             process.start()
             theirs.close()
@@ -75,7 +79,7 @@ class _Pool:
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[Any, int]]:
         for link, job in zip(self._links, jobs, strict=True):
-            link.send_bytes(pickle.dumps(job))
+            link.send_bytes(_dumps(job))
         answers = []
         for rank in _as_they_answer(self._links):
             try:
@@ -113,25 +117,43 @@ def _as_they_answer(links: list[Any]) -> Any:
             yield rank
 
 
-def _serve(link: Any, make_engine: Callable[[], Any], rank: int, world: int, store: str) -> None:
+def _require_devices(device: str, world: int) -> None:
+    if device == "cpu":
+        return
+    import torch
+
+    if torch.cuda.device_count() < world:
+        raise Unsupported(f"{world} ranks as processes need {world} GPUs, there are {torch.cuda.device_count()}")
+
+
+def _serve(
+    link: Any, make_engine: Callable[[], Any], device: str, rank: int, world: int, store: str
+) -> None:
     """A rank's process: makes its engine, joins the group, and runs jobs until the link is closed."""
+    backend = "gloo"
+    if device != "cpu":
+        import torch
+
+        # before the engine is made: its kernels go to the GPU that is current
+        torch.cuda.set_device(rank)
+        backend = "nccl"
     engine = make_engine()
     import torch.distributed as dist
 
     timeout = datetime.timedelta(seconds=_WAIT_S)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
+        backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timeout
     )
     while True:
         try:
             job = pickle.loads(link.recv_bytes())
         except (EOFError, OSError):
             break
-        group = GlooGroup(rank, world)
+        group = ProcessGroup(rank, world)
         try:
             with engine.watching():
                 result = job.run(engine, group)
-            answer = pickle.dumps(("done", (result, group.entered)))
+            answer = _dumps(("done", (result, group.entered)))
         except Exception as error:
             answer = _raised(error)
         try:
@@ -151,7 +173,33 @@ def _raised(error: Exception) -> bytes:
     return content
 
 
-class GlooGroup:
+def _dumps(value: Any) -> bytes:
+    """A value as bytes, whose tensors on a GPU become tensors on the GPU of the process that reads them."""
+    content = io.BytesIO()
+    _Pickler(content).dump(value)
+    return content.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        import torch
+
+        if not isinstance(value, torch.Tensor) or value.device.type == "cpu":
+            return NotImplemented
+        # the whole storage, so that a view comes out as the same view
+        storage = torch.empty(0, dtype=torch.uint8, device=value.device).set_(value.untyped_storage())
+        place = (value.storage_offset(), tuple(value.shape), value.stride())
+        return _on_this_gpu, (storage.cpu().numpy(), value.dtype, place)
+
+
+def _on_this_gpu(content: Any, dtype: Any, place: tuple[int, tuple[int, ...], tuple[int, ...]]) -> Any:
+    import torch
+
+    storage = torch.from_numpy(content).cuda().untyped_storage()
+    return torch.empty(0, dtype=dtype, device="cuda").set_(storage, *place)
+
+
+class ProcessGroup:
     """One rank's view of the group of its process, with the methods that engines call on their group
     coordinators."""
 
@@ -196,13 +244,11 @@ class GlooGroup:
 
     def reduce_scatter(self, tensor: Any, dim: int = -1) -> Any:
         """This rank's part along `dim` of the sum over ranks."""
-        import torch
-
         if self.world_size == 1:
             return tensor
         self.entered += 1
         moved = tensor.movedim(dim, 0).contiguous()
-        part = torch.empty(moved.shape[0] // self.world_size, *moved.shape[1:], dtype=moved.dtype)
+        part = moved.new_empty(moved.shape[0] // self.world_size, *moved.shape[1:])
         self._dist.reduce_scatter_tensor(part, moved)
         return part.movedim(0, dim).contiguous()
 

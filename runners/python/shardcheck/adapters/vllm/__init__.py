@@ -28,7 +28,7 @@ from shardcheck.fetch import engine_folder, read_manifest
 
 _GROUPS = {
     "virtual": "torch.distributed and the group coordinator: ranks are threads of one process, in turns",
-    "processes": "the group coordinator: plain calls of torch.distributed over gloo",
+    "processes": "the group coordinator: plain calls of torch.distributed, over gloo on a CPU and NCCL on GPUs",
 }
 
 
@@ -82,8 +82,6 @@ class Engine(BaseEngine):
         for name, value in given.items():
             if value not in _CHOICES[name]:
                 raise ValueError(f"--{name} is {value!r}: use one of {', '.join(_CHOICES[name])}")
-        if ranks == "processes" and device != "cpu":
-            raise Unsupported("ranks are processes on a CPU only")
         manifest = read_manifest(place) or {}
         self.version = str(manifest.get("version", release or _version_of(place)))
         self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
@@ -92,7 +90,7 @@ class Engine(BaseEngine):
         self.release.full_lse = lse == "f32"
         self.release.aliased_token = int(alias_token) if alias_token else None
         make = functools.partial(make_release, str(place), device, runner)
-        self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make)
+        self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make, device)
         self.devices = [self.release.device_name]
         self.operations = operations(self.release)
         self.files = self.release.package.loaded()
