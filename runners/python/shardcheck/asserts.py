@@ -25,7 +25,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from shardcheck.dtypes import DTYPES, dtype_named
+from shardcheck.dtypes import DTYPES, Dtype, dtype_named
 from shardcheck.profile import Contract
 from shardcheck.safetensors import parts
 from shardcheck.tensor import Tensor
@@ -386,7 +386,10 @@ def _add_caches(
     for name, cache in caches.items():
         if cache.shape[axis] != shape[axis]:
             raise CheckError(f"{name} has {cache.shape[axis]} blocks, the other cache {shape[axis]}")
-        tensors[name] = _float(_taken(cache, needed, axis), given["kv_dtype"] or given["dtype"])
+        stored = _float(_taken(cache, needed, axis), given["kv_dtype"] or given["dtype"])
+        if given["kv_dtype"] and stored.dtype != _named(given["kv_dtype"]).name:
+            raise CheckError(f"kv_dtype is {given['kv_dtype']!r}, but {name} holds {stored.dtype}")
+        tensors[name] = stored
 
 
 def _needed_blocks(tensors: dict[str, Tensor], span: int, blocks: int) -> np.ndarray:
@@ -445,13 +448,17 @@ def _float(value: Array, dtype: str | None) -> Tensor:
         raise CheckError(str(error)) from None
     if dtype is None or tensor.dtype not in ("u8", "u16"):
         return tensor
-    try:
-        named = dtype_named(_KV_DTYPES.get(dtype, dtype))
-    except ValueError as error:
-        raise CheckError(str(error)) from None
+    named = _named(dtype)
     if named.storage != DTYPES[tensor.dtype].storage:
         raise CheckError(f"codes of {dtype} have {named.size_bytes} bytes, those of {tensor.dtype} don't")
     return Tensor(named.name, tensor.codes)
+
+
+def _named(dtype: str) -> Dtype:
+    try:
+        return dtype_named(_KV_DTYPES.get(dtype, dtype))
+    except ValueError as error:
+        raise CheckError(str(error)) from None
 
 
 def _integers(value: Any) -> Tensor:

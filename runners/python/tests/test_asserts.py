@@ -191,6 +191,7 @@ class Attention(Judged):
             ({"lse_base": "10"}, "lse_base"),
             ({"layout": "DHN"}, "layout"),
             ({"lse": lse[:1]}, "lse has shape"),
+            ({"kv_dtype": "e5m2"}, "kv_dtype is 'e5m2'"),
         ]
         for change, words in cases:
             with self.subTest(words), self.assertRaisesRegex(CheckError, words):
