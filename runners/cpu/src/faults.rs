@@ -165,6 +165,59 @@ pub fn fault(name: &str) -> Option<&'static Fault> {
 }
 
 #[cfg(test)]
+/// What the tests of single faults share: each holds a fault to what its title says.
+mod faulty {
+    use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder};
+    use shardcheck_formats::Dtype;
+
+    use crate::cache::KvFormat;
+    use crate::grid::Grid;
+    use crate::policies::Policies;
+
+    /// The policies of the engine with that fault.
+    pub fn with(name: &str) -> Policies {
+        let mut policies = Policies::HEALTHY;
+        (super::fault(name).unwrap_or_else(|| panic!("no fault {name}")).apply)(&mut policies);
+        policies
+    }
+
+    /// Layouts in which no two of W, S, B are alike, and the smallest ones.
+    pub fn grids() -> [Grid; 5] {
+        [(1, 1, 4), (2, 1, 4), (3, 2, 4), (2, 4, 12), (4, 2, 6)].map(|(world, interleave, block)| Grid {
+            world,
+            interleave,
+            block,
+        })
+    }
+
+    /// MLA of two heads a rank on a world of two, latent width 16, rotary width 8.
+    pub fn configuration() -> Configuration {
+        Configuration {
+            attention: Attention::Mla { kv_lora_rank: 16, qk_rope_head_dim: 8, v_head_dim: 4 },
+            tp: 4,
+            dcp: 2,
+            heads_per_rank: 2,
+            interleave: 1,
+            block_size: 4,
+            blocks: 8,
+            kv_dtype: Dtype::Bf16,
+            kv_scale: 1.0,
+            softmax_scale: 0.3,
+            comm_backend: CommBackend::A2a,
+            lane_order: LaneOrder::HiLo,
+            query_replication: true,
+            project_before_merge: true,
+            kernel_head_widths: vec![],
+        }
+    }
+
+    /// A cache of keys of four elements, of which the last two are rotary, and values of two.
+    pub fn format(dtype: Dtype, scale: f32) -> KvFormat {
+        KvFormat { dtype, scale, kv_heads: 1, key_dim: 4, value_dim: 2, rope_start: 2, shared: false }
+    }
+}
+
+#[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
 
