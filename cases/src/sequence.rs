@@ -2,6 +2,7 @@
 
 mod content;
 mod generated;
+mod import;
 mod schedule;
 mod spelling;
 
@@ -9,11 +10,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::Configuration;
+use shardcheck_engine::{CacheLayout, Configuration};
 
 use crate::{CaseError, Family};
 
 pub use generated::generate_sequence;
+pub use import::Import;
 pub use schedule::{Turn, peak_blocks, turns};
 pub(crate) use spelling::{read_steps, spell_steps};
 
@@ -127,6 +129,13 @@ pub enum Step {
     Evict {
         /// Number of the request.
         request: usize,
+    },
+    /// Requests that hold no token yet, or none any more, come with the caches of a session of another layout.
+    Import {
+        /// The requests, and how many tokens of each come.
+        batch: Vec<NewTokens>,
+        /// Layout of the caches that they come with.
+        source: CacheLayout,
     },
 }
 

@@ -3,8 +3,8 @@
 mod model;
 mod play;
 
-use shardcheck_cases::{SequenceCase, Turn, turns};
-use shardcheck_engine::{OperationKind, Profile, Tensors};
+use shardcheck_cases::{Import, SequenceCase, Turn, turns};
+use shardcheck_engine::{Operation, OperationKind, Profile, Tensors};
 
 use crate::event::Coverage;
 use crate::material::AttentionMaterial;
@@ -32,6 +32,20 @@ pub struct TurnMaterial {
     pub layout: Tensors,
     /// Where each new token belongs.
     pub written: Written,
+    /// What comes from other sessions before the run.
+    pub imports: Vec<ImportMaterial>,
+}
+
+/// Requests that come from a session of another layout.
+pub struct ImportMaterial {
+    /// What the scheduler decided.
+    pub import: Import,
+    /// The operation.
+    pub operation: Operation,
+    /// Its inputs.
+    pub inputs: Tensors,
+    /// Where each token belongs.
+    pub written: Written,
 }
 
 impl SequenceMaterial {
@@ -53,6 +67,12 @@ impl SequenceMaterial {
     /// A turn in words: the number of its step and the step as it stands in the id.
     pub fn name(&self, turn: usize) -> String {
         let step = self.turns[turn].turn.step;
+        format!("step {} ({})", step + 1, self.case.steps[step])
+    }
+
+    /// An import before a turn in words, likewise.
+    pub fn import_name(&self, turn: usize, index: usize) -> String {
+        let step = self.turns[turn].imports[index].import.step;
         format!("step {} ({})", step + 1, self.case.steps[step])
     }
 
@@ -88,7 +108,28 @@ impl TurnMaterial {
         let (write, layout) = (inputs.write_new(), inputs.layout());
         let attention = AttentionMaterial::over(turn.kind.family(), turn.case(case), seed, profile, inputs)?;
         let written = Written::of(&turn, &attention, profile);
-        Ok(Self { turn, attention, write, layout, written })
+        let imports =
+            turn.imports.iter().map(|import| ImportMaterial::new(import, case, seed, &attention, profile));
+        let imports = imports.collect();
+        Ok(Self { turn, attention, write, layout, written, imports })
+    }
+}
+
+impl ImportMaterial {
+    fn new(
+        import: &Import,
+        case: &SequenceCase,
+        seed: u64,
+        attention: &AttentionMaterial,
+        profile: &Profile,
+    ) -> Self {
+        let conventions = model::write_conventions(attention, profile);
+        Self {
+            import: import.clone(),
+            operation: Operation::ImportCache { source: import.source },
+            inputs: import.inputs(case, seed, conventions),
+            written: Written::by_import(import, attention, import.codes(case, seed, conventions)),
+        }
     }
 }
 

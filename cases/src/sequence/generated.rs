@@ -315,6 +315,7 @@ mod tests {
                     Step::Hit { .. } => "hit".to_owned(),
                     Step::Free { .. } => "free".to_owned(),
                     Step::Evict { .. } => "evict".to_owned(),
+                    Step::Import { .. } => "import".to_owned(),
                 });
             }
             shared_worlds += usize::from(body.configuration.dcp == 3 && body.configuration.interleave > 1);

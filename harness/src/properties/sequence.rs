@@ -1,6 +1,6 @@
 //! Sequences of steps in one session: what was true of an earlier step must not leak into a later one.
 
-use shardcheck_cases::{Family, RunKind};
+use shardcheck_cases::{Body, Case, Family, RunKind, Step};
 use shardcheck_engine::Reply;
 use shardcheck_formats::Dtype;
 
@@ -9,7 +9,7 @@ use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed};
 use crate::localise;
-use crate::sequence::{Owners, Play, Seen, SequenceMaterial, TurnMaterial};
+use crate::sequence::{Owners, Play, Seen, SequenceMaterial, TurnMaterial, Written};
 
 const SEQUENCE: &[Family] = &[Family::Sequence];
 
@@ -52,6 +52,16 @@ pub(super) const PROPERTIES: &[Property] = &[
         check: |laboratory| every_turn(laboratory, untouched),
     },
     Property {
+        id: "sequence.transfer",
+        statement: "every token of a cache that comes from a session of another layout lies, byte for byte, in the slot that its position has here, and every other slot is as it was",
+        source: "vLLM `cp_local_slot` for the layouts of both sessions; a transfer moves tokens and computes nothing",
+        bugs: &["vllm#49962", "vllm-ascend#16492", "ATOM#1994", "sglang#33309"],
+        tolerance: "exact: bytes",
+        families: SEQUENCE,
+        applies: imports,
+        check: |laboratory| every_turn(laboratory, transfer),
+    },
+    Property {
         id: "sequence.collectives",
         statement: "at every step all ranks enter the same number of collectives, and as many as in any other step of the same kind",
         source: "a rank that decides by what an earlier step left behind leaves the others waiting",
@@ -83,6 +93,11 @@ pub(super) const PROPERTIES: &[Property] = &[
         check: |laboratory| every_turn(laboratory, output),
     },
 ];
+
+/// Whether requests come from other sessions.
+fn imports(case: &Case) -> bool {
+    matches!(&case.body, Body::Sequence(body) if body.steps.iter().any(|step| matches!(step, Step::Import { .. })))
+}
 
 /// One turn of a sequence, with what came before it.
 struct At<'a> {
@@ -132,6 +147,7 @@ fn every_turn(laboratory: &Laboratory, check: fn(&At) -> Result<Finding, Halt>) 
             Finding::Holds(more) => measured = measured.and(more),
             broken => return Ok(broken),
         }
+        material.turns[turn].imports.iter().for_each(|import| owners.take(&import.written));
         owners.take(&material.turns[turn].written);
     }
     play.halt.clone().map_or(Ok(Finding::Holds(measured)), Err)
@@ -280,20 +296,18 @@ fn writers(at: &At) -> Result<Finding, Halt> {
             )
         }
     };
-    all([Ok(reported), stored(at)])
+    let Some(caches) = &seen.caches else { return Ok(reported) };
+    all([Ok(reported), stored(at, &expected.written, caches, "a token in the cache is not what was written")])
 }
 
-/// The codes of the new tokens in their slots.
-fn stored(at: &At) -> Result<Finding, Halt> {
-    let (expected, Some(caches)) = (at.expected(), &at.seen().caches) else {
-        return Ok(Finding::Holds(Measured::default()));
-    };
+/// The codes of tokens in their slots.
+fn stored(at: &At, written: &Written, caches: &Reply, what: &str) -> Result<Finding, Halt> {
     let configuration = &at.material.case.configuration;
     let slots = configuration.blocks * configuration.block_size;
-    all(expected.written.codes.iter().map(|(name, codes)| {
+    all(written.codes.iter().map(|(name, codes)| {
         let found = cache(caches, name, at)?.to_codes();
         let mut comparison = Comparison::new(name);
-        for (index, store) in expected.written.stores.iter().enumerate() {
+        for (index, store) in written.stores.iter().enumerate() {
             let wanted = &codes[store.token];
             let base = (store.rank * slots + store.slot) * wanted.len();
             for (element, code) in wanted.iter().enumerate() {
@@ -303,7 +317,7 @@ fn stored(at: &At) -> Result<Finding, Halt> {
         }
         let place = |flat: usize| {
             let width = codes.first().map_or(1, Vec::len);
-            let store = &expected.written.stores[flat / width];
+            let store = &written.stores[flat / width];
             format!(
                 "rank {}, slot {}, position {} of request {}, element {} (codes shown)",
                 store.rank,
@@ -313,7 +327,7 @@ fn stored(at: &At) -> Result<Finding, Halt> {
                 flat % width
             )
         };
-        Ok(at.finding(&comparison, "a token in the cache is not what was written", Stage::Write, place))
+        Ok(at.finding(&comparison, what, Stage::Write, place))
     }))
 }
 
@@ -324,16 +338,30 @@ fn cache(reply: &Reply, name: &str, at: &At) -> Result<shardcheck_engine::Tensor
     observed.output(name, expected.configuration().kv_dtype, &expected.cache_shape(name)).cloned()
 }
 
+const NO_CACHES: &str = "the engine does not give its caches back";
+
 fn untouched(at: &At) -> Result<Finding, Halt> {
     let (Some(before), Some(after)) = (at.play.caches_before(at.turn), &at.seen().caches) else {
-        return Err(Halt::Unsupported("the engine does not give its caches back".to_owned()));
+        return Err(Halt::Unsupported(NO_CACHES.to_owned()));
     };
+    let headline = |what: &str| at.headline(&format!("{what}; no token of the step belongs there"));
+    unchanged(at, &at.expected().written, before, after, headline)
+}
+
+/// Every slot but those of `written`, byte by byte.
+fn unchanged(
+    at: &At,
+    written: &Written,
+    before: &Reply,
+    after: &Reply,
+    headline: impl Fn(&str) -> String,
+) -> Result<Finding, Halt> {
     let (expected, configuration) = (at.expected(), &at.material.case.configuration);
     let slots = configuration.blocks * configuration.block_size;
     let own: std::collections::HashSet<(usize, usize)> =
-        expected.written.stores.iter().map(|store| (store.rank, store.slot)).collect();
+        written.stores.iter().map(|store| (store.rank, store.slot)).collect();
     let mut compared = 0;
-    for (name, _) in &expected.written.codes {
+    for (name, _) in &written.codes {
         let (before, after) =
             (cache(before, name, at)?.to_contiguous(), cache(after, name, at)?.to_contiguous());
         let size = before.bytes().len() / (expected.attention.ranks() * slots);
@@ -346,10 +374,8 @@ fn untouched(at: &At) -> Result<Finding, Halt> {
             compared += 1;
             if before != after {
                 let (block, held) = (slot / configuration.block_size, at.owners.name(rank, slot));
-                let headline = at.headline(&format!(
-                    "{name}: slot {slot} of rank {rank} (block {block}) changed, {held}; no token of the step belongs there"
-                ));
-                return Err(Failure::because(headline)
+                let what = format!("{name}: slot {slot} of rank {rank} (block {block}) changed, {held}");
+                return Err(Failure::because(headline(&what))
                     .at(Stage::Write)
                     .note(at.material.batch(at.turn))
                     .into());
@@ -357,6 +383,23 @@ fn untouched(at: &At) -> Result<Finding, Halt> {
         }
     }
     Ok(Finding::Holds(Measured::exact(compared)))
+}
+
+fn transfer(at: &At) -> Result<Finding, Halt> {
+    let imports = &at.expected().imports;
+    all(imports.iter().enumerate().map(|(index, import)| {
+        let before = at.play.caches_before_import(at.turn, index);
+        let (Some(before), Some(after)) = (before, &at.seen().imported[index]) else {
+            return Err(Halt::Unsupported(NO_CACHES.to_owned()));
+        };
+        let name = at.material.import_name(at.turn, index);
+        let placed = format!("{name} before it: a token that was taken over is not the source's");
+        let headline = |what: &str| format!("{name}: {what}; no token of the source belongs there");
+        all([
+            stored(at, &import.written, after, &placed),
+            unchanged(at, &import.written, before, after, headline),
+        ])
+    }))
 }
 
 fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {

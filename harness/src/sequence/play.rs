@@ -8,6 +8,8 @@ use crate::laboratory::{Halt, Observed, Run};
 /// What one run of the engine was seen to do.
 #[derive(Debug)]
 pub struct Seen {
+    /// The caches behind each import that came before the run, where the engine gives them back.
+    pub imported: Vec<Option<Reply>>,
     /// The layout of the batch, where the engine derives one.
     pub layout: Option<Observed>,
     /// The write of the new tokens.
@@ -50,22 +52,33 @@ impl Play {
         Ok(play)
     }
 
-    /// The caches before a turn.
+    /// The caches before the run of a turn.
     pub fn caches_before(&self, turn: usize) -> Option<&Reply> {
-        match turn.checked_sub(1) {
-            None => self.before.as_ref(),
-            Some(earlier) => self.seen[earlier].caches.as_ref(),
+        self.caches_before_import(turn, self.seen[turn].imported.len())
+    }
+
+    /// The caches before an import of a turn; before its run, for as many as there are.
+    pub fn caches_before_import(&self, turn: usize, index: usize) -> Option<&Reply> {
+        match (index.checked_sub(1), turn.checked_sub(1)) {
+            (Some(earlier), _) => self.seen[turn].imported[earlier].as_ref(),
+            (None, Some(earlier)) => self.seen[earlier].caches.as_ref(),
+            (None, None) => self.before.as_ref(),
         }
     }
 }
 
 fn take(run: &mut Run, material: &SequenceMaterial, turn: usize) -> Result<Seen, Halt> {
     let turn = &material.turns[turn];
+    let mut imported = Vec::new();
+    for import in &turn.imports {
+        run.step(&import.operation, &import.inputs)?;
+        imported.push(optional(run.step(&Operation::ReadCache, &Tensors::new()))?.map(|seen| seen.reply));
+    }
     let layout = optional(run.step(&Operation::Layout, &turn.layout))?;
     let write = run.step(&Operation::WriteKv, &turn.write)?;
     let attend = run.step(&turn.attention.operation(), &turn.attention.step_inputs())?;
     let caches = optional(run.step(&Operation::ReadCache, &Tensors::new()))?.map(|seen| seen.reply);
-    Ok(Seen { layout, write, attend, caches })
+    Ok(Seen { imported, layout, write, attend, caches })
 }
 
 /// What the engine need not do.

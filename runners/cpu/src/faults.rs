@@ -18,6 +18,7 @@ mod settings;
 mod small;
 mod stale;
 mod steps;
+mod transfer;
 mod weights;
 
 use std::fmt;
@@ -153,6 +154,7 @@ pub fn faults() -> &'static [Fault] {
             weights::FAULTS,
             scales::FAULTS,
             settings::FAULTS,
+            transfer::FAULTS,
         ]
         .concat()
     });

@@ -12,6 +12,7 @@ use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::states::SegmentPolicies;
+use crate::transfer::TransferPolicies;
 
 /// Decisions of a session as a whole.
 #[derive(Clone, Copy)]
@@ -62,6 +63,8 @@ pub struct Policies {
     pub context: ContextPolicies,
     /// Merge of kernel segments.
     pub segments: SegmentPolicies,
+    /// Transfer from a session of another layout.
+    pub transfer: TransferPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -78,6 +81,7 @@ impl Policies {
         merge: MergePolicies::HEALTHY,
         context: ContextPolicies::HEALTHY,
         segments: SegmentPolicies::HEALTHY,
+        transfer: TransferPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

@@ -51,6 +51,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::WriteKv
         | OperationKind::ReadCache
         | OperationKind::LoadCache
+        | OperationKind::ImportCache
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -14,6 +14,7 @@ use crate::derive::derive;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::Policies;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
+use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
 
 /// A session of the embedded engine.
@@ -47,6 +48,9 @@ impl CpuSession {
             }
             Operation::ReadCache => read_cache(configuration, &self.caches),
             Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs, policies)?,
+            Operation::ImportCache { ref source } => {
+                import_cache(configuration, &mut self.caches, inputs, source, policies)?
+            }
             Operation::Attend { mask } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;

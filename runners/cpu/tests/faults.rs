@@ -60,6 +60,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sequence", "output") => all(&["sequence"], &["out"]),
         ("sequence", "metadata") => all(&["sequence"], &["row_lens", "chunk_lens", "local_lens"]),
         ("sequence", "writers") => all(&["sequence"], &["slots", "key_cache"]),
+        ("sequence", "transfer") => all(&["transfer"], &["key_cache"]),
         ("sequence", "untouched") => all(&["sequence"], &["key_cache"]),
         ("sequence", "collectives") => all(&["sequence"], &["collectives"]),
         _ => panic!("no part of the battery shows {property}"),

@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 mod sequence;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
@@ -61,6 +62,7 @@ pub fn trials() -> Vec<Trial> {
         scenes = rest.into_iter().map(|(_, trial)| trial).collect();
     }
     trials.push(Trial::new(|battery| battery.sequence()));
+    trials.push(Trial::new(|battery| battery.transfer()));
     trials
 }
 
@@ -122,6 +124,13 @@ impl Battery<'_> {
             self.reply("sequence", &["out", "lse", "row_lens", "chunk_lens"], &attend);
             self.reply("sequence", &["key_cache"], &caches);
         }
+    }
+
+    /// Requests that come from a session of another layout.
+    fn transfer(&mut self) {
+        let [caches, decode] = transfer::play(self.engine);
+        self.reply("transfer", &["key_cache"], &caches);
+        self.reply("sequence", &["out"], &decode);
     }
 
     /// Decode over caches that a healthy engine laid out.
