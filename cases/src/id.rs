@@ -361,6 +361,7 @@ fn read_configuration(
         query_replication,
         project_before_merge,
         kernel_head_widths,
+        second_group: None,
     };
     Ok((configuration, latent_output))
 }

@@ -87,6 +87,7 @@ fn draw_configuration(counter: &mut Counter) -> Configuration {
         query_replication: counter.below(2) == 0,
         project_before_merge: projects && counter.below(3) == 0,
         kernel_head_widths: Vec::new(),
+        second_group: None,
     }
 }
 

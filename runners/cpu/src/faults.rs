@@ -8,6 +8,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod kv_groups;
 mod layout;
 mod lse;
 mod positions;
@@ -50,7 +51,7 @@ pub enum FaultClass {
     ConfigGate,
     /// Draft blocks.
     SpecDecode,
-    /// Metadata of an earlier step.
+    /// Metadata of an earlier step, or of another KV group of the session.
     StaleMetadata,
     /// Ranks that wait for ever.
     Hang,
@@ -155,6 +156,7 @@ pub fn faults() -> &'static [Fault] {
             scales::FAULTS,
             settings::FAULTS,
             transfer::FAULTS,
+            kv_groups::FAULTS,
         ]
         .concat()
     });
@@ -210,6 +212,7 @@ mod faulty {
             query_replication: true,
             project_before_merge: true,
             kernel_head_widths: vec![],
+            second_group: None,
         }
     }
 

@@ -23,6 +23,7 @@ pub fn profile() -> Profile {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         operations,
         rule_sets: RuleSetName::ALL.to_vec(),
+        second_group: true,
         ..Profile::default()
     }
 }

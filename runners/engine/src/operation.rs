@@ -72,6 +72,14 @@ pub enum Operation {
     },
     /// Split 32-bit LSEs into two 16-bit lanes and join them again.
     PackLse,
+    /// An operation on one of several KV groups, its shapes being those of the group's own configuration. An operation by itself is
+    /// on the first group.
+    InGroup {
+        /// Number of the group: 0 or 1.
+        group: usize,
+        /// The operation.
+        step: Box<Operation>,
+    },
 }
 
 /// Names of the operations.
@@ -157,7 +165,14 @@ impl Operation {
             Self::MergeStates => OperationKind::MergeStates,
             Self::MergeSegments { .. } => OperationKind::MergeSegments,
             Self::PackLse => OperationKind::PackLse,
+            Self::InGroup { step, .. } => step.kind(inputs),
         }
+    }
+
+    /// The operation as it is on a KV group by its number.
+    #[must_use]
+    pub fn in_group(self, group: usize) -> Self {
+        if group == 0 { self } else { Self::InGroup { group, step: Box::new(self) } }
     }
 }
 
@@ -442,6 +457,7 @@ mod tests {
             Operation::AttendContext { chunk_budget_tokens: 64 },
             Operation::ImportCache { source: CacheLayout { dcp: 3, interleave: 2, block_size: 4 } },
             Operation::MergeSegments { tile_tokens: 64 },
+            Operation::Attend { mask: Mask::Causal }.in_group(1),
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

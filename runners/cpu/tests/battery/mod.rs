@@ -63,6 +63,11 @@ pub fn trials() -> Vec<Trial> {
     }
     trials.push(Trial::new(|battery| battery.sequence()));
     trials.push(Trial::new(|battery| battery.transfer()));
+    for block_size in [2, 8] {
+        trials.push(Trial::new(move |battery| {
+            battery.turns(sequence::play_groups(battery.engine, block_size))
+        }));
+    }
     trials
 }
 
@@ -118,7 +123,11 @@ impl Battery<'_> {
 
     /// One session of many steps.
     fn sequence(&mut self) {
-        for [layout, write, attend, caches] in sequence::play(self.engine) {
+        self.turns(sequence::play(self.engine));
+    }
+
+    fn turns(&mut self, answers: Vec<sequence::Answers>) {
+        for [layout, write, attend, caches] in answers {
             self.reply("sequence", &["local_lens"], &layout);
             self.reply("sequence", &["slots"], &write);
             self.reply("sequence", &["out", "lse", "row_lens", "chunk_lens"], &attend);
