@@ -48,6 +48,7 @@ impl Turn {
             .zip(&self.new_tokens)
             .map(|(tokens, new)| Request { context_tokens: tokens.len() - new, query_tokens: *new });
         let mut configuration = sequence.configuration.clone();
+        configuration.second_group = None;
         let mla = configuration.attention.is_mla();
         if self.kind == RunKind::Prefill {
             // the operation takes no up-projection

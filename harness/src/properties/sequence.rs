@@ -141,16 +141,34 @@ impl<'a> At<'a> {
 fn every_turn(laboratory: &Laboratory, check: fn(&At) -> Result<Finding, Halt>) -> Result<Finding, Halt> {
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
     let mut measured = Measured::default();
-    let mut owners = Owners::default();
+    let mut owners = [Owners::default(), Owners::default()];
     for turn in 0..play.seen.len() {
-        match check(&At { material, play, turn, owners: &owners })? {
-            Finding::Holds(more) => measured = measured.and(more),
-            broken => return Ok(broken),
+        for (material, play) in material.groups().zip(play.groups()) {
+            if turn >= play.seen.len() {
+                continue; // the session ended between the groups
+            }
+            let owners = &mut owners[material.group];
+            match check(&At { material, play, turn, owners })? {
+                Finding::Holds(more) => measured = measured.and(more),
+                broken => return Ok(broken),
+            }
+            material.turns[turn].imports.iter().for_each(|import| owners.take(&import.written));
+            owners.take(&material.turns[turn].written);
         }
-        material.turns[turn].imports.iter().for_each(|import| owners.take(&import.written));
-        owners.take(&material.turns[turn].written);
     }
     play.halt.clone().map_or(Ok(Finding::Holds(measured)), Err)
+}
+
+/// Everything that is judged of one turn of a session, in all of its KV groups.
+#[cfg(test)]
+pub(crate) fn judge_turn(material: &SequenceMaterial, play: &Play, turn: usize) -> Result<Finding, Halt> {
+    let owners = Owners::default();
+    let checks: [fn(&At) -> Result<Finding, Halt>; 5] = [transfer, metadata, writers, untouched, output];
+    let groups = material.groups().zip(play.groups());
+    all(groups.flat_map(|(material, play)| {
+        let at = At { material, play, turn, owners: &owners };
+        checks.map(|check| check(&at))
+    }))
 }
 
 /// The first of several findings that does not hold, or all of them together.
@@ -403,8 +421,17 @@ fn transfer(at: &At) -> Result<Finding, Halt> {
 }
 
 fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let mut of_kind: Vec<(RunKind, u64, usize)> = Vec::new();
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
+    let groups = material.groups().zip(play.groups());
+    match all(groups.map(|(material, play)| collectives_of(material, play)))? {
+        Finding::Holds(measured) => play.halt.clone().map_or(Ok(Finding::Holds(measured)), Err),
+        broken => Ok(broken),
+    }
+}
+
+/// The collectives of one KV group.
+fn collectives_of(material: &SequenceMaterial, play: &Play) -> Result<Finding, Halt> {
+    let mut of_kind: Vec<(RunKind, u64, usize)> = Vec::new();
     let mut compared = 0;
     for (turn, seen) in play.seen.iter().enumerate() {
         let (counts, kind) = (&seen.attend.reply.collectives, material.turns[turn].turn.kind);
@@ -432,5 +459,5 @@ fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {
             Some(_) => {}
         }
     }
-    play.halt.clone().map_or(Ok(Finding::Holds(Measured::exact(compared))), Err)
+    Ok(Finding::Holds(Measured::exact(compared)))
 }

@@ -151,6 +151,42 @@ fn an_import_that_does_not_fit_is_named() {
 }
 
 #[test]
+fn two_kv_groups_of_a_session_answer_as_each_does_by_itself() {
+    let sharded = Scene::small(3);
+    let replicated = Scene::small(1).with(|s| {
+        (s.configuration.tp, s.configuration.block_size, s.seed) = (3, 6, 90);
+        s.configuration.attention = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    });
+    let both = sharded
+        .clone()
+        .with(|s| s.configuration.second_group = Some(Box::new(replicated.configuration.clone())));
+    let mut session = both.open(&engine());
+    let attend = || Operation::Attend { mask: Mask::Causal };
+    let mut seen = [Vec::new(), Vec::new()];
+    for (group, scene) in [&sharded, &replicated].into_iter().enumerate() {
+        step(session.as_mut(), &Operation::WriteKv.in_group(group), &mut scene.write_inputs()).unwrap();
+    }
+    for (group, scene) in [&sharded, &replicated].into_iter().enumerate() {
+        let mut steps = [
+            (Operation::Layout, scene.metadata()),
+            (attend(), scene.attend_inputs()),
+            (Operation::ReadCache, Tensors::new()),
+        ];
+        let mut alone = scene.open(&engine());
+        step(alone.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+        for (operation, inputs) in &mut steps {
+            let own = step(alone.as_mut(), operation, inputs).unwrap();
+            let beside = step(session.as_mut(), &operation.clone().in_group(group), inputs).unwrap();
+            assert!(own == beside, "{operation:?} in group {group}");
+            seen[group].push(beside);
+        }
+    }
+    assert_ne!(seen[0], seen[1]);
+    let unknown = session.step(&Operation::ReadCache.in_group(2), &mut Tensors::new()).unwrap();
+    assert!(matches!(&unknown, Answer::Unsupported(why) if why.contains("the session has 2")), "{unknown:?}");
+}
+
+#[test]
 fn a_configuration_that_contradicts_itself_is_unsupported_with_the_reason() {
     let refused = |change: fn(&mut Scene), expected: &str| {
         let scene = Scene::small(2).with(change);

@@ -18,7 +18,7 @@ pub(super) const FAULTS: &[Fault] = &[
     fault(
         "second-group-lengths-of-the-first",
         "rows of a second KV group see as many tokens as a rank holds in the first",
-        &["vllm-ascend#10878", "vllm-ascend#14236"],
+        &["local-inference-lab/vllm#57", "vllm-ascend#10878", "vllm-ascend#14236"],
         &["sequence.metadata", "sequence.output"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
