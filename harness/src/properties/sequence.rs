@@ -28,7 +28,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         ],
         tolerance: "exact: integers",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, metadata),
     },
     Property {
@@ -38,7 +38,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         bugs: &["vllm-ascend#4221", "vllm-ascend#10032", "ATOM#1936"],
         tolerance: "exact: slots, and codes of the cache format",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, writers),
     },
     Property {
@@ -48,7 +48,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         bugs: &["vllm-ascend#12840", "ATOM#1229", "ATOM#1936", "local-inference-lab/vllm#57"],
         tolerance: "exact: bytes of the caches before and after each step",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, untouched),
     },
     Property {
@@ -89,7 +89,47 @@ pub(super) const PROPERTIES: &[Property] = &[
         ],
         tolerance: "certified interval of the declared rounding contract, per element, and its LSE bound",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
+        check: |laboratory| every_turn(laboratory, output),
+    },
+    Property {
+        id: "sequence.group-metadata",
+        statement: "in a session of two KV groups each derives its lengths, slots and rows from its own layout, although the batch is the same",
+        source: "vLLM `KVCacheGroupSpec`: a group has a block size and a block table of its own; a replicated group has a world of one",
+        bugs: &["local-inference-lab/vllm#57", "vllm#45340", "vllm-ascend#14236"],
+        tolerance: "exact: integers",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, metadata),
+    },
+    Property {
+        id: "sequence.group-writers",
+        statement: "in a session of two KV groups each token is written by the owner in the sharded one and by every rank in the replicated one, into the slot of the group's own block table",
+        source: "vLLM `cp_local_slot` for each group's layout",
+        bugs: &["vllm-ascend#7549", "vllm-ascend#4221", "tpu-inference#3344"],
+        tolerance: "exact: slots, and codes of the cache format",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, writers),
+    },
+    Property {
+        id: "sequence.group-untouched",
+        statement: "in a session of two KV groups a step changes no slot but those of its own new tokens, in either group",
+        source: "groups have caches of their own",
+        bugs: &["vllm-ascend#7549", "vllm-ascend#4221"],
+        tolerance: "exact: bytes of both groups' caches before and after each step",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, untouched),
+    },
+    Property {
+        id: "sequence.group-output",
+        statement: "in a session of two KV groups every step of each gives global attention over the tokens that the group's own cache holds",
+        source: "softmax attention; one group's metadata say nothing of the other's",
+        bugs: &["vllm#55600", "vllm#49962", "vllm-ascend#10878", "local-inference-lab/vllm#57"],
+        tolerance: "certified interval of the declared rounding contract, per element, and its LSE bound",
+        families: SEQUENCE,
+        applies: two_groups,
         check: |laboratory| every_turn(laboratory, output),
     },
 ];
@@ -97,6 +137,14 @@ pub(super) const PROPERTIES: &[Property] = &[
 /// Whether requests come from other sessions.
 fn imports(case: &Case) -> bool {
     matches!(&case.body, Body::Sequence(body) if body.steps.iter().any(|step| matches!(step, Step::Import { .. })))
+}
+
+fn two_groups(case: &Case) -> bool {
+    matches!(&case.body, Body::Sequence(body) if body.configuration.second_group.is_some())
+}
+
+fn one_group(case: &Case) -> bool {
+    !two_groups(case)
 }
 
 /// One turn of a sequence, with what came before it.

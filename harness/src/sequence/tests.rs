@@ -220,7 +220,7 @@ const GROUPS: &str = "sequence/tiny-mla/tp3.dcp3.h1.s1.b4.bf16.a2a.hi_lo.lat~gqa
 
 #[test]
 fn a_failure_in_the_second_kv_group_says_so_and_the_first_is_right() {
-    let failure = failure(GROUPS, "sequence.metadata", "second-group-lengths-of-the-first");
+    let failure = failure(GROUPS, "sequence.group-metadata", "second-group-lengths-of-the-first");
     assert!(
         failure.headline.starts_with("step 1 (v0+13,1+5) in the second KV group:"),
         "{}",

@@ -19,7 +19,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-lengths-of-the-first",
         "rows of a second KV group see as many tokens as a rank holds in the first",
         &["local-inference-lab/vllm#57", "vllm-ascend#10878", "vllm-ascend#14236"],
-        &["sequence.metadata", "sequence.output"],
+        &["sequence.group-metadata", "sequence.group-output"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
                 0 => own,
@@ -31,7 +31,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-pages-of-the-first",
         "pages of a second KV group are read in the first's block size, where that is smaller",
         &["vllm#55600", "vllm#49962"],
-        &["sequence.output"],
+        &["sequence.group-output"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
                 0 => own,
@@ -43,7 +43,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "first-group-pages-of-the-second",
         "pages of the first KV group are read in the second's block size, where that is smaller",
         &["vllm#55600"],
-        &["sequence.output"],
+        &["sequence.group-output"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
                 0 => Grids { pages: in_blocks_of(other, own.pages), ..own },
@@ -55,7 +55,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-written-by-the-owners-of-the-first",
         "a replicated KV group is written by the ranks alone that own a token in the sharded one",
         &["tpu-inference#3344", "vllm#48392"],
-        &["sequence.writers", "sequence.output"],
+        &["sequence.group-writers", "sequence.group-output"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
                 0 => own,
@@ -70,7 +70,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-layout-of-the-first",
         "the layout of a second KV group is derived with the world size and interleave of the first",
         &["vllm#45340", "vllm-ascend#14236"],
-        &["sequence.metadata"],
+        &["sequence.group-metadata"],
         |p| {
             p.session.group_grids = |group, own, other| match group {
                 0 => own,
@@ -82,7 +82,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-reads-the-table-of-the-first",
         "a second KV group is attended through the block table of the first",
         &["vllm-ascend#4221", "vllm#55600"],
-        &["sequence.output"],
+        &["sequence.group-output"],
         |p| {
             p.session.group_table =
                 |table_use, group, own, other| taken(own, other, table_use == TableUse::Attend && group == 1)
@@ -92,7 +92,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "second-group-writes-by-the-table-of-the-first",
         "tokens of a second KV group are written through the block table of the first",
         &["vllm-ascend#7549", "vllm-ascend#4221"],
-        &["sequence.writers", "sequence.untouched"],
+        &["sequence.group-writers", "sequence.group-untouched"],
         |p| {
             p.session.group_table =
                 |table_use, group, own, other| taken(own, other, table_use == TableUse::Write && group == 1)
@@ -102,7 +102,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "first-group-reads-the-table-that-the-second-left",
         "the first KV group is attended through the block table that the second's last step left in the buffer",
         &["vllm-ascend#4221", "ATOM#1902"],
-        &["sequence.output"],
+        &["sequence.group-output"],
         |p| {
             p.session.group_table =
                 |table_use, group, own, other| taken(own, other, table_use == TableUse::Attend && group == 0)

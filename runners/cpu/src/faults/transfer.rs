@@ -3,7 +3,7 @@
 use super::{Fault, FaultClass};
 use crate::grid::Grid;
 
-const KILLERS: &[&str] = &["sequence.transfer", "sequence.output"];
+const KILLERS: &[&str] = &["sequence.transfer"];
 
 const fn fault(
     name: &'static str,
@@ -58,7 +58,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "whole blocks of a source are taken over, and what lies behind the last token with them",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm-ascend#12840"],
-        killed_by: &["sequence.transfer"],
+        killed_by: KILLERS,
         apply: |p| {
             p.transfer.taken = |tokens, source, own| {
                 let whole = |grid: &Grid| tokens.next_multiple_of(grid.block * grid.world);
