@@ -418,6 +418,7 @@ impl Axes {
             query_replication: self.replications[row[REPLICATION]],
             project_before_merge: projection == Projection::Before,
             kernel_head_widths: self.widths[row[WIDTHS]].clone(),
+            second_group: None,
         };
         AttentionCase {
             model: model.name.clone(),

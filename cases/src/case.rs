@@ -263,6 +263,7 @@ impl MergeCase {
             query_replication: false,
             project_before_merge: false,
             kernel_head_widths: Vec::new(),
+            second_group: None,
         }
     }
 }

@@ -3,7 +3,7 @@
 //! ```text
 //! FAMILY/MODEL/CONFIGURATION/WORKLOAD/PROBE/SEED      attention
 //! FAMILY/STATES/PATTERN/VIEW/SEED                     merges
-//! sequence/MODEL/CONFIGURATION/NAME/STEPS/SEED        steps of one session
+//! sequence/MODEL/CONFIGURATION/NAME/STEPS/SEED        steps of one session; CONFIGURATION~CONFIGURATION for two KV groups
 //! rules/RULE_SET/RULE                                 configuration rules
 //!
 //! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.a2a.lo_hi.qrep.pbm.k16+32
@@ -52,7 +52,12 @@ impl Case {
                 format!("{family}/{states}/{}/{}/{seed}", case.pattern.name(), case.view.name())
             }
             Body::Sequence(case) => {
-                let configuration = spell_configuration(&case.model, &case.configuration, case.latent_output);
+                let mut configuration =
+                    spell_configuration(&case.model, &case.configuration, case.latent_output);
+                if let Some(second) = &case.configuration.second_group {
+                    let latent = case.latent_output && second.attention.is_mla();
+                    configuration += &format!("~{}", spell_configuration(&case.model, second, latent));
+                }
                 let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
                 format!("{family}/{model}/{configuration}/{name}/{steps}/{seed}")
             }
@@ -84,12 +89,7 @@ impl FromStr for Case {
             let [_, model, configuration, name, steps, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a sequence id has 6", parts.len())));
             };
-            let steps = read_steps(steps).map_err(fail)?;
-            let blocks = |virtual_block: usize| Ok(1 + peak_blocks(&steps, virtual_block)?);
-            let (configuration, latent_output) =
-                read_configuration(model, configuration, blocks).map_err(fail)?;
-            let (name, model) = (name.to_owned(), model.to_owned());
-            let body = SequenceCase { name, model, configuration, latent_output, steps };
+            let body = read_sequence(model, configuration, name, steps).map_err(fail)?;
             Self::sequence(body, number("seed", seed).map_err(fail)?)
         } else if family.is_merge() {
             let [_, states, pattern, view, seed] = parts[..] else {
@@ -361,8 +361,34 @@ fn read_configuration(
         query_replication,
         project_before_merge,
         kernel_head_widths,
+        second_group: None,
     };
     Ok((configuration, latent_output))
+}
+
+/// A sequence; the configuration of a second KV group stands behind a `~`.
+fn read_sequence(model: &str, configuration: &str, name: &str, steps: &str) -> Result<SequenceCase, String> {
+    let steps = read_steps(steps)?;
+    let (first, second) = configuration.split_once('~').map_or((configuration, None), |(a, b)| (a, Some(b)));
+    let blocks = |virtual_block: usize| Ok(1 + peak_blocks(&steps, virtual_block)?);
+    let (configuration, latent_output) = read_configuration(model, first, blocks)?;
+    let (name, model) = (name.to_owned(), model.to_owned());
+    let mut case = SequenceCase { name, model, configuration, latent_output, steps };
+    let Some(text) = second else { return Ok(case) };
+    // steps are counted in the blocks of the group, so that its configuration comes first
+    let (group, latent) = read_configuration(&case.model, text, |_| Ok(1))?;
+    let given = group.blocks;
+    case.configuration.second_group = Some(Box::new(group));
+    let own = case.in_second_group()?.ok_or("there is no second KV group")?;
+    if own.latent_output != latent {
+        return Err("lat of the second KV group is that of the first, where its values are latent".to_owned());
+    }
+    let blocks = 1 + peak_blocks(&own.steps, own.configuration.virtual_block_tokens())?;
+    if let Some(group) = &mut case.configuration.second_group {
+        // an n in the text is never 1: block 0 is given to nobody
+        group.blocks = if given == 1 { blocks } else { given };
+    }
+    Ok(case)
 }
 
 fn read_attention(token: &str) -> Option<Attention> {

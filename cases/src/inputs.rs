@@ -1,6 +1,6 @@
 //! Inputs of an attention case: queries, keys, values, up-projection, block table, and the tensors of each operation.
 
-mod blocks;
+pub(crate) mod blocks;
 mod code;
 pub(crate) mod draw;
 mod held;

@@ -25,8 +25,8 @@ pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use probe::Probe;
 pub use sequence::{
-    MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn, generate_sequence,
-    peak_blocks, turns,
+    Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,
+    generate_sequence, peak_blocks, turns,
 };
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

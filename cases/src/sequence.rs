@@ -2,6 +2,7 @@
 
 mod content;
 mod generated;
+mod import;
 mod schedule;
 mod spelling;
 
@@ -9,11 +10,12 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::Configuration;
+use shardcheck_engine::{CacheLayout, Configuration};
 
 use crate::{CaseError, Family};
 
 pub use generated::generate_sequence;
+pub use import::Import;
 pub use schedule::{Turn, peak_blocks, turns};
 pub(crate) use spelling::{read_steps, spell_steps};
 
@@ -128,6 +130,13 @@ pub enum Step {
         /// Number of the request.
         request: usize,
     },
+    /// Requests that hold no token yet, or none any more, come with the caches of a session of another layout.
+    Import {
+        /// The requests, and how many tokens of each come.
+        batch: Vec<NewTokens>,
+        /// Layout of the caches that they come with.
+        source: CacheLayout,
+    },
 }
 
 /// A session: what it is opened with, and its steps.
@@ -148,6 +157,40 @@ pub struct SequenceCase {
 }
 
 impl SequenceCase {
+    /// The same steps in the second KV group, where there is one: its own configuration, and prefixes that are shared counted in its
+    /// own blocks.
+    ///
+    /// # Errors
+    /// A shared prefix that is not made of whole blocks of the group, or an import, which comes for one group alone.
+    pub fn in_second_group(&self) -> Result<Option<Self>, String> {
+        let Some(configuration) = self.configuration.group(1) else { return Ok(None) };
+        let (first, own) = (self.configuration.virtual_block_tokens(), configuration.virtual_block_tokens());
+        let step = |(index, step): (usize, &Step)| match step {
+            Step::Hit { request, source, blocks } => match blocks * first % own.max(1) {
+                0 => {
+                    Ok(Step::Hit { request: *request, source: *source, blocks: blocks * first / own.max(1) })
+                }
+                _ => Err(format!(
+                    "step {}: the prefix is no whole number of blocks of the second KV group",
+                    index + 1
+                )),
+            },
+            Step::Import { .. } => {
+                Err(format!("step {}: an import into two KV groups is not defined", index + 1))
+            }
+            other => Ok(other.clone()),
+        };
+        let steps = self.steps.iter().enumerate().map(step).collect::<Result<_, _>>()?;
+        let latent_output = self.latent_output && configuration.attention.is_mla();
+        Ok(Some(Self {
+            configuration,
+            latent_output,
+            steps,
+            name: self.name.clone(),
+            model: self.model.clone(),
+        }))
+    }
+
     /// Checks that the steps can be taken one after the other within the blocks of the caches, and that each is a case by
     /// itself.
     ///
@@ -161,6 +204,9 @@ impl SequenceCase {
         }
         // sizes first: the schedule divides by them
         self.configuration.check().map_err(|error| CaseError::OutOfRange(error.reason))?;
+        if let Some(second) = self.in_second_group().map_err(CaseError::OutOfRange)? {
+            second.check()?;
+        }
         let turns = turns(self, 0).map_err(CaseError::OutOfRange)?;
         if turns.is_empty() {
             return Err(CaseError::OutOfRange("no step runs the engine".to_owned()));

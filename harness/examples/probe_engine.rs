@@ -115,6 +115,7 @@ impl Scene {
             query_replication: false,
             project_before_merge: false,
             kernel_head_widths: Vec::new(),
+            second_group: None,
         };
         let engine = engine();
         let declared = engine.profile().operation(shardcheck_engine::OperationKind::Decode);

@@ -115,6 +115,9 @@ impl Run {
     /// # Errors
     /// [`Halt`] when the engine refuses or fails.
     pub fn open(engine: &dyn Engine, configuration: &Configuration) -> Result<Self, Halt> {
+        if configuration.second_group.is_some() && !engine.profile().second_group {
+            return Err(Halt::Unsupported("the engine does not declare a second KV group".to_owned()));
+        }
         match engine.open(configuration)? {
             Answer::Done(session) => Ok(Self { session, profile: engine.profile().clone() }),
             Answer::Unsupported(why) => Err(Halt::Unsupported(why)),

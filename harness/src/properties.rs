@@ -15,6 +15,8 @@ mod states;
 mod statistics;
 mod write;
 
+#[cfg(test)]
+pub(crate) use sequence::judge_turn;
 use shardcheck_cases::{Case, Family};
 
 use crate::finding::Finding;

@@ -7,7 +7,7 @@ use crate::{Placement, Workload};
 
 /// Where a position of a request lies in the caches of a decode-context-parallel group.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
+pub(crate) struct Place {
     /// Rank of the group that owns the position.
     pub owner: usize,
     /// Entry of the request's row in the block table.
@@ -17,7 +17,7 @@ pub(super) struct Place {
 }
 
 /// Interleave of ATOM's `dcp_owner_rank` and `dcp_local_index`: runs of S tokens go round the ranks.
-pub(super) fn place(configuration: &Configuration, position: usize) -> Place {
+pub(crate) fn place(configuration: &Configuration, position: usize) -> Place {
     let (s, w, b) = (configuration.interleave, configuration.dcp, configuration.block_size);
     let local = position / (s * w) * s + position % s;
     Place { owner: position / s % w, entry: position / (b * w), offset: local % b }

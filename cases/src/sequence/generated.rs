@@ -87,6 +87,7 @@ fn draw_configuration(counter: &mut Counter) -> Configuration {
         query_replication: counter.below(2) == 0,
         project_before_merge: projects && counter.below(3) == 0,
         kernel_head_widths: Vec::new(),
+        second_group: None,
     }
 }
 
@@ -315,6 +316,7 @@ mod tests {
                     Step::Hit { .. } => "hit".to_owned(),
                     Step::Free { .. } => "free".to_owned(),
                     Step::Evict { .. } => "evict".to_owned(),
+                    Step::Import { .. } => "import".to_owned(),
                 });
             }
             shared_worlds += usize::from(body.configuration.dcp == 3 && body.configuration.interleave > 1);

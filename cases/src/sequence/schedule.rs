@@ -6,9 +6,10 @@
 
 use std::collections::BTreeMap;
 
+use shardcheck_engine::CacheLayout;
 use shardcheck_formats::Counter;
 
-use super::{MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step};
+use super::{Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step};
 use crate::{AttentionCase, MAX_TOKENS, Placement, Probe, Request, Workload};
 
 /// Stream of the order in which blocks are given away at first.
@@ -34,6 +35,8 @@ pub struct Turn {
     pub padded_rows: usize,
     /// Workspace of one context gather in tokens.
     pub chunk_budget_tokens: usize,
+    /// What comes from other sessions before the run.
+    pub imports: Vec<Import>,
 }
 
 impl Turn {
@@ -45,6 +48,7 @@ impl Turn {
             .zip(&self.new_tokens)
             .map(|(tokens, new)| Request { context_tokens: tokens.len() - new, query_tokens: *new });
         let mut configuration = sequence.configuration.clone();
+        configuration.second_group = None;
         let mla = configuration.attention.is_mla();
         if self.kind == RunKind::Prefill {
             // the operation takes no up-projection
@@ -100,7 +104,13 @@ fn run_all(steps: &[Step], mut scheduler: Scheduler) -> Result<Vec<Turn>, String
     let mut turns = Vec::new();
     for (index, step) in steps.iter().enumerate() {
         let turn = scheduler.take(step).map_err(|why| format!("step {}: {why}", index + 1))?;
+        if let (Step::Import { .. }, Some(import)) = (step, scheduler.imports.last_mut()) {
+            import.step = index;
+        }
         turns.extend(turn.map(|turn| Turn { step: index, ..turn }));
+    }
+    if let Some(import) = scheduler.imports.last() {
+        return Err(format!("step {}: no run stands behind the import", import.step + 1));
     }
     Ok(turns)
 }
@@ -126,6 +136,8 @@ pub(super) struct Scheduler {
     next_token: u32,
     /// Whether blocks are made as they are needed.
     grows: bool,
+    /// What came from other sessions since the last run.
+    imports: Vec<Import>,
 }
 
 impl Scheduler {
@@ -137,6 +149,7 @@ impl Scheduler {
             virtual_block_tokens: virtual_block_tokens.max(1),
             next_token: 0,
             grows: false,
+            imports: Vec::new(),
         }
     }
 
@@ -178,6 +191,7 @@ impl Scheduler {
                 self.release(&blocks);
                 Ok(None)
             }
+            Step::Import { batch, source } => self.import(batch, *source).map(|()| None),
         }
     }
 
@@ -197,6 +211,7 @@ impl Scheduler {
             blocks: Vec::new(),
             padded_rows,
             chunk_budget_tokens,
+            imports: std::mem::take(&mut self.imports),
         };
         if (kind == RunKind::Prefill) != (chunk_budget_tokens > 0) {
             return Err("a prefill, and nothing else, has a chunk budget of at least one token".to_owned());
@@ -216,6 +231,27 @@ impl Scheduler {
             turn.blocks.push(held.blocks[..held.cached.div_ceil(self.virtual_block_tokens)].to_vec());
         }
         Ok(turn)
+    }
+
+    fn import(&mut self, batch: &[NewTokens], source: CacheLayout) -> Result<(), String> {
+        super::import::check_source(&source)?;
+        let mut import =
+            Import { step: 0, requests: Vec::new(), tokens: Vec::new(), blocks: Vec::new(), source };
+        for NewTokens { request, tokens } in batch {
+            if *request >= MAX_SEQUENCE_REQUESTS || *tokens == 0 {
+                return Err(format!("request {request} can't be imported with {tokens} tokens"));
+            }
+            if self.held.get(request).is_some_and(|held| held.cached > 0) {
+                return Err(format!("request {request} lies in the cache already and can't be imported"));
+            }
+            self.append(*request, *tokens)?;
+            let held = &self.held[request];
+            import.requests.push(*request);
+            import.tokens.push(held.tokens[..held.cached].to_vec());
+            import.blocks.push(held.blocks.clone());
+        }
+        self.imports.push(import);
+        Ok(())
     }
 
     fn append(&mut self, request: usize, tokens: usize) -> Result<(), String> {
@@ -348,6 +384,19 @@ mod tests {
     }
 
     #[test]
+    fn an_imported_request_is_in_the_cache_before_the_run_behind_it() {
+        let turns = played("v0+2_f0_i0+5,1+4.w3.s2.b4_e1_d0_i1+2.w1.s1.b8_d1", 9).unwrap();
+        let [none, first, second] = &turns[..] else { panic!("three runs") };
+        assert!(none.imports.is_empty());
+        assert_eq!(first.imports[0].step, 2);
+        assert_eq!(first.imports[0].tokens, [vec![2, 3, 4, 5, 6], vec![7, 8, 9, 10]]);
+        assert_eq!(first.tokens, [[2, 3, 4, 5, 6, 11]]);
+        assert_eq!(first.blocks[0], first.imports[0].blocks[0]);
+        assert_eq!(second.imports[0].tokens, [[7, 8]], "an evicted request comes back with its own tokens");
+        assert_eq!(second.tokens, [[7, 8, 9]]);
+    }
+
+    #[test]
     fn steps_that_cannot_be_taken_are_named_with_the_reason() {
         for (steps, reason) in [
             ("v0+4_r0-5", "step 2: request 0 has 4 tokens"),
@@ -358,6 +407,10 @@ mod tests {
             ("v0+40", "none is free"),
             ("d0,0", "stands twice"),
             ("p0+3", "chunk budget"),
+            ("d0_i0+4.w2.s1.b4_d0", "lies in the cache already"),
+            ("i0+0.w2.s1.b4_d0", "with 0 tokens"),
+            ("i0+4.w2.s3.b4_d0", "interleave"),
+            ("d0_i1+4.w2.s1.b4", "step 2: no run stands behind the import"),
         ] {
             let why = played(steps, 5).unwrap_err();
             assert!(why.contains(reason), "{steps}: {why}");

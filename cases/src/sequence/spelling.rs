@@ -7,9 +7,12 @@
 //! b0+4            draft block
 //! h1=0x2          request 1 hits two blocks of request 0's prefix
 //! f0, e0          request 0 is freed; evicted
+//! i0+9,1+4.w3.s2.b4  nine tokens of request 0 and four of request 1 come from a session of W = 3, S = 2, B = 4
 //! ```
 
 use std::fmt;
+
+use shardcheck_engine::CacheLayout;
 
 use super::{NewTokens, RunKind, Step};
 
@@ -54,6 +57,12 @@ fn spell_step(step: &Step) -> String {
         }
         Step::Reject { request, tokens } => format!("r{request}-{tokens}"),
         Step::Hit { request, source, blocks } => format!("h{request}={source}x{blocks}"),
+        Step::Import { batch, source } => {
+            let entries: Vec<String> =
+                batch.iter().map(|entry| format!("{}+{}", entry.request, entry.tokens)).collect();
+            let (w, s, b) = (source.dcp, source.interleave, source.block_size);
+            format!("i{}.w{w}.s{s}.b{b}", entries.join(","))
+        }
         Step::Free { request } => format!("f{request}"),
         Step::Evict { request } => format!("e{request}"),
     }
@@ -83,6 +92,7 @@ fn read_step(text: &str) -> Option<Step> {
             let (source, blocks) = from.split_once('x')?;
             Step::Hit { request: number(request)?, source: number(source)?, blocks: number(blocks)? }
         }
+        'i' => return read_import(rest),
         'f' => Step::Free { request: number(rest)? },
         'e' => Step::Evict { request: number(rest)? },
         _ => return None,
@@ -110,6 +120,24 @@ fn read_run(kind: RunKind, text: &str) -> Option<Step> {
     Some(Step::Run { kind, batch, padded_rows, chunk_budget_tokens })
 }
 
+fn read_import(text: &str) -> Option<Step> {
+    let (batch, source) = text.split_once(".w")?;
+    let (dcp, source) = source.split_once(".s")?;
+    let (interleave, block_size) = source.split_once(".b")?;
+    let entry = |entry: &str| {
+        let (request, tokens) = entry.split_once('+')?;
+        Some(NewTokens { request: number(request)?, tokens: number(tokens)? })
+    };
+    Some(Step::Import {
+        batch: batch.split(',').map(entry).collect::<Option<_>>()?,
+        source: CacheLayout {
+            dcp: number(dcp)?,
+            interleave: number(interleave)?,
+            block_size: number(block_size)?,
+        },
+    })
+}
+
 /// A whole number without sign, in the one way in which it is written.
 fn number(text: &str) -> Option<usize> {
     text.parse().ok().filter(|value: &usize| value.to_string() == text && *value <= crate::MAX_TOKENS)
@@ -121,15 +149,28 @@ mod tests {
 
     #[test]
     fn steps_read_back_as_they_are_spelled() {
-        let text = "p0+12,1+5.c64_d0,1,2.pad3_v0+4,1+0_r0-2_b1+4.pad1_h3=0x2_f0_e1_d1+0,2";
+        let text = "p0+12,1+5.c64_d0,1,2.pad3_v0+4,1+0_r0-2_b1+4.pad1_h3=0x2_f0_e1_d1+0,2_i4+9,5+1.w3.s2.b4";
         assert_eq!(spell_steps(&read_steps(text).unwrap()), text);
     }
 
     #[test]
     fn what_is_no_step_is_named() {
-        for text in
-            ["", "x0", "v0", "d0,", "p0+1.c", "r0", "h1=0", "f", "d00", "v0+4.pad1.pad2", "d0__f0", "é0"]
-        {
+        for text in [
+            "",
+            "x0",
+            "v0",
+            "d0,",
+            "p0+1.c",
+            "r0",
+            "h1=0",
+            "f",
+            "d00",
+            "v0+4.pad1.pad2",
+            "d0__f0",
+            "é0",
+            "i0.w1.s1.b1",
+            "i0+1.w1.s1",
+        ] {
             assert!(read_steps(text).unwrap_err().contains("is no step"), "{text}");
         }
     }

@@ -145,6 +145,7 @@ fn cache(
         query_replication: false,
         project_before_merge: false,
         kernel_head_widths: Vec::new(),
+        second_group: None,
     };
     let block_bytes = configuration.block_size * configuration.attention.qk_dim() * 2;
     configuration.blocks = bytes.div_ceil(block_bytes).max(1);

@@ -185,6 +185,7 @@ fn configuration(attention: Attention, kv_dtype: Dtype, kv_scale: f32, blocks: u
         query_replication: false,
         project_before_merge: false,
         kernel_head_widths: Vec::new(),
+        second_group: None,
     }
 }
 

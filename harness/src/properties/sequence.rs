@@ -1,6 +1,6 @@
 //! Sequences of steps in one session: what was true of an earlier step must not leak into a later one.
 
-use shardcheck_cases::{Family, RunKind};
+use shardcheck_cases::{Body, Case, Family, RunKind, Step};
 use shardcheck_engine::Reply;
 use shardcheck_formats::Dtype;
 
@@ -9,7 +9,7 @@ use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed};
 use crate::localise;
-use crate::sequence::{Owners, Play, Seen, SequenceMaterial, TurnMaterial};
+use crate::sequence::{Owners, Play, Seen, SequenceMaterial, TurnMaterial, Written};
 
 const SEQUENCE: &[Family] = &[Family::Sequence];
 
@@ -28,7 +28,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         ],
         tolerance: "exact: integers",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, metadata),
     },
     Property {
@@ -38,7 +38,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         bugs: &["vllm-ascend#4221", "vllm-ascend#10032", "ATOM#1936"],
         tolerance: "exact: slots, and codes of the cache format",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, writers),
     },
     Property {
@@ -48,8 +48,18 @@ pub(super) const PROPERTIES: &[Property] = &[
         bugs: &["vllm-ascend#12840", "ATOM#1229", "ATOM#1936", "local-inference-lab/vllm#57"],
         tolerance: "exact: bytes of the caches before and after each step",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
         check: |laboratory| every_turn(laboratory, untouched),
+    },
+    Property {
+        id: "sequence.transfer",
+        statement: "every token of a cache that comes from a session of another layout lies, byte for byte, in the slot that its position has here, and every other slot is as it was",
+        source: "vLLM `cp_local_slot` for the layouts of both sessions; a transfer moves tokens and computes nothing",
+        bugs: &["vllm#49962", "vllm-ascend#16492", "ATOM#1994", "sglang#33309"],
+        tolerance: "exact: bytes",
+        families: SEQUENCE,
+        applies: imports,
+        check: |laboratory| every_turn(laboratory, transfer),
     },
     Property {
         id: "sequence.collectives",
@@ -79,12 +89,67 @@ pub(super) const PROPERTIES: &[Property] = &[
         ],
         tolerance: "certified interval of the declared rounding contract, per element, and its LSE bound",
         families: SEQUENCE,
-        applies: always,
+        applies: one_group,
+        check: |laboratory| every_turn(laboratory, output),
+    },
+    Property {
+        id: "sequence.group-metadata",
+        statement: "in a session of two KV groups each derives its lengths, slots and rows from its own layout, although the batch is the same",
+        source: "vLLM `KVCacheGroupSpec`: a group has a block size and a block table of its own; a replicated group has a world of one",
+        bugs: &["local-inference-lab/vllm#57", "vllm#45340", "vllm-ascend#14236"],
+        tolerance: "exact: integers",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, metadata),
+    },
+    Property {
+        id: "sequence.group-writers",
+        statement: "in a session of two KV groups each token is written by the owner in the sharded one and by every rank in the replicated one, into the slot of the group's own block table",
+        source: "vLLM `cp_local_slot` for each group's layout",
+        bugs: &["vllm-ascend#7549", "vllm-ascend#4221", "tpu-inference#3344"],
+        tolerance: "exact: slots, and codes of the cache format",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, writers),
+    },
+    Property {
+        id: "sequence.group-untouched",
+        statement: "in a session of two KV groups a step changes no slot but those of its own new tokens, in either group",
+        source: "groups have caches of their own",
+        bugs: &["vllm-ascend#7549", "vllm-ascend#4221"],
+        tolerance: "exact: bytes of both groups' caches before and after each step",
+        families: SEQUENCE,
+        applies: two_groups,
+        check: |laboratory| every_turn(laboratory, untouched),
+    },
+    Property {
+        id: "sequence.group-output",
+        statement: "in a session of two KV groups every step of each gives global attention over the tokens that the group's own cache holds",
+        source: "softmax attention; one group's metadata say nothing of the other's",
+        bugs: &["vllm#55600", "vllm#49962", "vllm-ascend#10878", "local-inference-lab/vllm#57"],
+        tolerance: "certified interval of the declared rounding contract, per element, and its LSE bound",
+        families: SEQUENCE,
+        applies: two_groups,
         check: |laboratory| every_turn(laboratory, output),
     },
 ];
 
+/// Whether requests come from other sessions.
+fn imports(case: &Case) -> bool {
+    matches!(&case.body, Body::Sequence(body) if body.steps.iter().any(|step| matches!(step, Step::Import { .. })))
+}
+
+fn two_groups(case: &Case) -> bool {
+    matches!(&case.body, Body::Sequence(body) if body.configuration.second_group.is_some())
+}
+
+fn one_group(case: &Case) -> bool {
+    !two_groups(case)
+}
+
 /// One turn of a sequence, with what came before it.
+type Check = fn(&At) -> Result<Finding, Halt>;
+
 struct At<'a> {
     material: &'a SequenceMaterial,
     play: &'a Play,
@@ -123,18 +188,37 @@ impl<'a> At<'a> {
 }
 
 /// Judges turn by turn and ends with the first that fails; a session that came to an early end is judged as far as it came.
-fn every_turn(laboratory: &Laboratory, check: fn(&At) -> Result<Finding, Halt>) -> Result<Finding, Halt> {
+fn every_turn(laboratory: &Laboratory, check: Check) -> Result<Finding, Halt> {
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
     let mut measured = Measured::default();
-    let mut owners = Owners::default();
+    let mut owners = [Owners::default(), Owners::default()];
     for turn in 0..play.seen.len() {
-        match check(&At { material, play, turn, owners: &owners })? {
-            Finding::Holds(more) => measured = measured.and(more),
-            broken => return Ok(broken),
+        for (material, play) in material.groups().zip(play.groups()) {
+            if turn >= play.seen.len() {
+                continue; // the session ended between the groups
+            }
+            let owners = &mut owners[material.group];
+            match check(&At { material, play, turn, owners })? {
+                Finding::Holds(more) => measured = measured.and(more),
+                broken => return Ok(broken),
+            }
+            material.turns[turn].imports.iter().for_each(|import| owners.take(&import.written));
+            owners.take(&material.turns[turn].written);
         }
-        owners.take(&material.turns[turn].written);
     }
     play.halt.clone().map_or(Ok(Finding::Holds(measured)), Err)
+}
+
+/// Everything that is judged of one turn of a session, in all of its KV groups.
+#[cfg(test)]
+pub(crate) fn judge_turn(material: &SequenceMaterial, play: &Play, turn: usize) -> Result<Finding, Halt> {
+    let owners = Owners::default();
+    let checks: [Check; 5] = [transfer, metadata, writers, untouched, output];
+    let groups = material.groups().zip(play.groups());
+    all(groups.flat_map(|(material, play)| {
+        let at = At { material, play, turn, owners: &owners };
+        checks.map(|check| check(&at))
+    }))
 }
 
 /// The first of several findings that does not hold, or all of them together.
@@ -280,20 +364,18 @@ fn writers(at: &At) -> Result<Finding, Halt> {
             )
         }
     };
-    all([Ok(reported), stored(at)])
+    let Some(caches) = &seen.caches else { return Ok(reported) };
+    all([Ok(reported), stored(at, &expected.written, caches, "a token in the cache is not what was written")])
 }
 
-/// The codes of the new tokens in their slots.
-fn stored(at: &At) -> Result<Finding, Halt> {
-    let (expected, Some(caches)) = (at.expected(), &at.seen().caches) else {
-        return Ok(Finding::Holds(Measured::default()));
-    };
+/// The codes of tokens in their slots.
+fn stored(at: &At, written: &Written, caches: &Reply, what: &str) -> Result<Finding, Halt> {
     let configuration = &at.material.case.configuration;
     let slots = configuration.blocks * configuration.block_size;
-    all(expected.written.codes.iter().map(|(name, codes)| {
+    all(written.codes.iter().map(|(name, codes)| {
         let found = cache(caches, name, at)?.to_codes();
         let mut comparison = Comparison::new(name);
-        for (index, store) in expected.written.stores.iter().enumerate() {
+        for (index, store) in written.stores.iter().enumerate() {
             let wanted = &codes[store.token];
             let base = (store.rank * slots + store.slot) * wanted.len();
             for (element, code) in wanted.iter().enumerate() {
@@ -303,7 +385,7 @@ fn stored(at: &At) -> Result<Finding, Halt> {
         }
         let place = |flat: usize| {
             let width = codes.first().map_or(1, Vec::len);
-            let store = &expected.written.stores[flat / width];
+            let store = &written.stores[flat / width];
             format!(
                 "rank {}, slot {}, position {} of request {}, element {} (codes shown)",
                 store.rank,
@@ -313,7 +395,7 @@ fn stored(at: &At) -> Result<Finding, Halt> {
                 flat % width
             )
         };
-        Ok(at.finding(&comparison, "a token in the cache is not what was written", Stage::Write, place))
+        Ok(at.finding(&comparison, what, Stage::Write, place))
     }))
 }
 
@@ -324,16 +406,30 @@ fn cache(reply: &Reply, name: &str, at: &At) -> Result<shardcheck_engine::Tensor
     observed.output(name, expected.configuration().kv_dtype, &expected.cache_shape(name)).cloned()
 }
 
+const NO_CACHES: &str = "the engine does not give its caches back";
+
 fn untouched(at: &At) -> Result<Finding, Halt> {
     let (Some(before), Some(after)) = (at.play.caches_before(at.turn), &at.seen().caches) else {
-        return Err(Halt::Unsupported("the engine does not give its caches back".to_owned()));
+        return Err(Halt::Unsupported(NO_CACHES.to_owned()));
     };
+    let headline = |what: &str| at.headline(&format!("{what}; no token of the step belongs there"));
+    unchanged(at, &at.expected().written, before, after, headline)
+}
+
+/// Every slot but those of `written`, byte by byte.
+fn unchanged(
+    at: &At,
+    written: &Written,
+    before: &Reply,
+    after: &Reply,
+    headline: impl Fn(&str) -> String,
+) -> Result<Finding, Halt> {
     let (expected, configuration) = (at.expected(), &at.material.case.configuration);
     let slots = configuration.blocks * configuration.block_size;
     let own: std::collections::HashSet<(usize, usize)> =
-        expected.written.stores.iter().map(|store| (store.rank, store.slot)).collect();
+        written.stores.iter().map(|store| (store.rank, store.slot)).collect();
     let mut compared = 0;
-    for (name, _) in &expected.written.codes {
+    for (name, _) in &written.codes {
         let (before, after) =
             (cache(before, name, at)?.to_contiguous(), cache(after, name, at)?.to_contiguous());
         let size = before.bytes().len() / (expected.attention.ranks() * slots);
@@ -346,10 +442,8 @@ fn untouched(at: &At) -> Result<Finding, Halt> {
             compared += 1;
             if before != after {
                 let (block, held) = (slot / configuration.block_size, at.owners.name(rank, slot));
-                let headline = at.headline(&format!(
-                    "{name}: slot {slot} of rank {rank} (block {block}) changed, {held}; no token of the step belongs there"
-                ));
-                return Err(Failure::because(headline)
+                let what = format!("{name}: slot {slot} of rank {rank} (block {block}) changed, {held}");
+                return Err(Failure::because(headline(&what))
                     .at(Stage::Write)
                     .note(at.material.batch(at.turn))
                     .into());
@@ -359,9 +453,35 @@ fn untouched(at: &At) -> Result<Finding, Halt> {
     Ok(Finding::Holds(Measured::exact(compared)))
 }
 
+fn transfer(at: &At) -> Result<Finding, Halt> {
+    let imports = &at.expected().imports;
+    all(imports.iter().enumerate().map(|(index, import)| {
+        let before = at.play.caches_before_import(at.turn, index);
+        let (Some(before), Some(after)) = (before, &at.seen().imported[index]) else {
+            return Err(Halt::Unsupported(NO_CACHES.to_owned()));
+        };
+        let name = at.material.import_name(at.turn, index);
+        let placed = format!("{name} before it: a token that was taken over is not the source's");
+        let headline = |what: &str| format!("{name}: {what}; no token of the source belongs there");
+        all([
+            stored(at, &import.written, after, &placed),
+            unchanged(at, &import.written, before, after, headline),
+        ])
+    }))
+}
+
 fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let mut of_kind: Vec<(RunKind, u64, usize)> = Vec::new();
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
+    let groups = material.groups().zip(play.groups());
+    match all(groups.map(|(material, play)| collectives_of(material, play)))? {
+        Finding::Holds(measured) => play.halt.clone().map_or(Ok(Finding::Holds(measured)), Err),
+        broken => Ok(broken),
+    }
+}
+
+/// The collectives of one KV group.
+fn collectives_of(material: &SequenceMaterial, play: &Play) -> Result<Finding, Halt> {
+    let mut of_kind: Vec<(RunKind, u64, usize)> = Vec::new();
     let mut compared = 0;
     for (turn, seen) in play.seen.iter().enumerate() {
         let (counts, kind) = (&seen.attend.reply.collectives, material.turns[turn].turn.kind);
@@ -389,5 +509,5 @@ fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {
             Some(_) => {}
         }
     }
-    play.halt.clone().map_or(Ok(Finding::Holds(Measured::exact(compared))), Err)
+    Ok(Finding::Holds(Measured::exact(compared)))
 }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use shardcheck_cases::{Turn, cache_code};
+use shardcheck_cases::{Import, Turn, cache_code};
 use shardcheck_engine::{Conventions, OperationKind, Profile};
 
 use crate::material::AttentionMaterial;
@@ -58,6 +58,38 @@ impl Written {
         }
         written
     }
+
+    /// What an import must do; padding there is none.
+    pub fn by_import(
+        import: &Import,
+        attention: &AttentionMaterial,
+        codes: Vec<(&'static str, Vec<Vec<u64>>)>,
+    ) -> Self {
+        let mut written = Self { codes, ..Self::default() };
+        for rank in 0..attention.ranks() {
+            let mut token = 0;
+            for (index, request) in import.requests.iter().enumerate() {
+                for position in 0..import.tokens[index].len() {
+                    let member = attention.dcp_rank(rank);
+                    let slot = attention.layout.slot(position, member, &import.blocks[index]);
+                    written.slots.push(slot);
+                    if let Ok(slot) = usize::try_from(slot) {
+                        written.stores.push(Store { rank, slot, token, request: *request, position });
+                    }
+                    token += 1;
+                }
+            }
+        }
+        written
+    }
+}
+
+/// How an engine of that profile casts into its cache.
+pub(super) fn write_conventions<'a>(
+    attention: &'a AttentionMaterial,
+    profile: &'a Profile,
+) -> &'a Conventions {
+    profile.operation(OperationKind::WriteKv).map_or(&attention.conventions, |o| &o.conventions)
 }
 
 fn codes(
@@ -65,8 +97,7 @@ fn codes(
     attention: &AttentionMaterial,
     profile: &Profile,
 ) -> Vec<(&'static str, Vec<Vec<u64>>)> {
-    let conventions =
-        profile.operation(OperationKind::WriteKv).map_or(&attention.conventions, |o| &o.conventions);
+    let conventions = write_conventions(attention, profile);
     let cast = |rows: &[Vec<f32>], elements: usize| cast_new(turn, attention, conventions, rows, elements);
     let shape = attention.configuration().attention;
     let keys = cast(&attention.inputs.keys, shape.kv_heads() * shape.qk_dim());

@@ -52,7 +52,8 @@ fn the_healthy_engine_holds_every_property_of_the_sequences_of_the_gate() {
     for case in sequences {
         let result = judge_case(case, &engine(), &|_| true);
         assert_eq!(result.status, Status::Pass, "{}: {:?}", case.id(), result.checks);
-        assert_eq!(result.checks.len(), 5);
+        let imports = case.id().contains("/transfer");
+        assert_eq!(result.checks.len(), if imports { 6 } else { 5 });
         assert!(result.coverage.rows > 0);
     }
 }
@@ -187,6 +188,84 @@ fn every_fault_that_remembers_is_killed_by_a_sequence_of_the_gate() {
         .filter(|mutant| mutant.state != MutantState::Killed)
         .collect();
     assert!(survivors.is_empty(), "{survivors:?}");
+}
+
+#[test]
+fn every_fault_of_a_transfer_is_killed_by_the_transfer_itself() {
+    let wrong: Vec<&Fault> = faults().iter().filter(|fault| fault.name.starts_with("transfer-")).collect();
+    assert!(wrong.len() >= 6, "{}", wrong.len());
+    for fault in wrong {
+        let sequences = suite(SuiteName::Gate, 1);
+        let killed = sequences.iter().filter(|case| case.id().contains("/transfer")).any(|case| {
+            let found = found(&case.id(), "sequence.transfer", &CpuEngine::with_fault(fault));
+            matches!(found, Finding::Broken(_))
+        });
+        assert!(killed, "{}", fault.name);
+    }
+}
+
+const TRANSFER: &str =
+    "sequence/tiny-mla/tp3.dcp3.h1.s1.b4.bf16.a2a.hi_lo.lat/transfer/v0+3_i1+21,2+5.w4.s2.b8_d0,1,2/7";
+
+#[test]
+fn a_token_that_a_transfer_loses_is_named_with_its_place() {
+    let lost = failure(TRANSFER, "sequence.transfer", "transfer-loses-the-tail");
+    assert!(lost.headline.contains("step 2 (i1+21,2+5.w4.s2.b8)"), "{}", lost.headline);
+    assert!(lost.worst.unwrap().place.contains("position 0 of request 1"));
+    let filled = failure(TRANSFER, "sequence.transfer", "transfer-fills-the-last-block");
+    assert!(filled.headline.contains("no token of the source belongs there"), "{}", filled.headline);
+}
+
+const GROUPS: &str = "sequence/tiny-mla/tp3.dcp3.h1.s1.b4.bf16.a2a.hi_lo.lat~gqa2x16v12.tp3.dcp1.h2.s1.b6.bf16.ag_rs/groups/v0+13,1+5_d0,1/7";
+
+#[test]
+fn a_failure_in_the_second_kv_group_says_so_and_the_first_is_right() {
+    let failure = failure(GROUPS, "sequence.group-metadata", "second-group-lengths-of-the-first");
+    assert!(
+        failure.headline.starts_with("step 1 (v0+13,1+5) in the second KV group:"),
+        "{}",
+        failure.headline
+    );
+    let alone = GROUPS.replace("~gqa2x16v12.tp3.dcp1.h2.s1.b6.bf16.ag_rs", "");
+    for fault in faults()
+        .iter()
+        .filter(|fault| fault.name.contains("second-group") || fault.name.contains("the-second"))
+    {
+        let found = found(&alone, "sequence.output", &CpuEngine::with_fault(fault));
+        assert!(matches!(found, Finding::Holds(_)), "{} shows with one group", fault.name);
+    }
+}
+
+#[test]
+fn an_engine_that_declares_one_kv_group_is_not_asked_for_two() {
+    struct OneGroup(CpuEngine, shardcheck_engine::Profile);
+    impl Engine for OneGroup {
+        fn profile(&self) -> &shardcheck_engine::Profile {
+            &self.1
+        }
+        fn validate(
+            &self,
+            rules: shardcheck_engine::RuleSetName,
+            settings: &shardcheck_engine::Settings,
+        ) -> Result<shardcheck_engine::Answer<shardcheck_engine::Validation>, shardcheck_engine::EngineError>
+        {
+            self.0.validate(rules, settings)
+        }
+        fn open(
+            &self,
+            configuration: &shardcheck_engine::Configuration,
+        ) -> Result<
+            shardcheck_engine::Answer<Box<dyn shardcheck_engine::Session>>,
+            shardcheck_engine::EngineError,
+        > {
+            assert!(configuration.second_group.is_none(), "the engine was asked");
+            self.0.open(configuration)
+        }
+    }
+    let profile = shardcheck_engine::Profile { second_group: false, ..engine().profile().clone() };
+    let case: Case = GROUPS.parse().unwrap();
+    let result = judge_case(&case, &OneGroup(engine(), profile), &|_| true);
+    assert_eq!(result.status, Status::Unsupported, "{:?}", result.checks);
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! Smaller sequences: fewer steps, fewer requests in a step, fewer new tokens, no padding.
 
-use shardcheck_cases::{Body, Case, SequenceCase, Step};
+use shardcheck_cases::{Body, Case, NewTokens, SequenceCase, Step};
+use shardcheck_engine::CacheLayout;
 
 use super::size::Size;
 
@@ -34,7 +35,7 @@ pub(super) fn moves(whole: &Case, case: &SequenceCase) -> Vec<Case> {
 /// Requests that a step names.
 fn named(step: &Step) -> Vec<usize> {
     match step {
-        Step::Run { batch, .. } => batch.iter().map(|new| new.request).collect(),
+        Step::Run { batch, .. } | Step::Import { batch, .. } => batch.iter().map(|new| new.request).collect(),
         Step::Hit { request, source, .. } => vec![*request, *source],
         Step::Reject { request, .. } | Step::Free { request } | Step::Evict { request } => vec![*request],
     }
@@ -51,6 +52,10 @@ fn without(step: &Step, request: usize) -> Option<Step> {
                 padded_rows: *padded_rows,
                 chunk_budget_tokens: *chunk_budget_tokens,
             })
+        }
+        Step::Import { batch, source } => {
+            let rest: Vec<_> = batch.iter().copied().filter(|new| new.request != request).collect();
+            (!rest.is_empty()).then_some(Step::Import { batch: rest, source: *source })
         }
         other => (!named(other).contains(&request)).then(|| other.clone()),
     }
@@ -69,21 +74,22 @@ fn smaller(step: &Step) -> Vec<Step> {
             if *padded_rows > 0 {
                 found.extend([run(batch.clone(), 0), run(batch.clone(), padded_rows - 1)]);
             }
-            for (index, new) in batch.iter().enumerate() {
-                let mut rest = batch.clone();
-                rest.remove(index);
-                if !rest.is_empty() {
-                    found.push(run(rest, *padded_rows));
-                }
-                for tokens in [0, 1, new.tokens / 2, new.tokens.saturating_sub(1)] {
-                    if tokens < new.tokens {
-                        let mut shorter = batch.clone();
-                        shorter[index].tokens = tokens;
-                        found.push(run(shorter, *padded_rows));
-                    }
-                }
-            }
+            found.extend(fewer_tokens(batch).into_iter().map(|batch| run(batch, *padded_rows)));
             found
+        }
+        Step::Import { batch, source } => {
+            let fewer = fewer_tokens(batch).into_iter().map(|batch| Step::Import { batch, source: *source });
+            let shorter_block = |divisor: usize| {
+                let block_size = source.block_size / divisor;
+                let layout =
+                    CacheLayout { block_size, interleave: source.interleave.min(block_size), ..*source };
+                Step::Import { batch: batch.clone(), source: layout }
+            };
+            let smaller_world = CacheLayout { dcp: source.dcp - 1, ..*source };
+            let blocks = (source.block_size > 1).then(|| shorter_block(2));
+            let ranks =
+                (source.dcp > 1).then(|| Step::Import { batch: batch.clone(), source: smaller_world });
+            fewer.chain(blocks).chain(ranks).collect()
         }
         Step::Reject { request, tokens } => [1, tokens / 2]
             .into_iter()
@@ -95,6 +101,26 @@ fn smaller(step: &Step) -> Vec<Step> {
         }
         Step::Hit { .. } | Step::Free { .. } | Step::Evict { .. } => Vec::new(),
     }
+}
+
+/// A batch with a request less, or fewer tokens of one.
+fn fewer_tokens(batch: &[NewTokens]) -> Vec<Vec<NewTokens>> {
+    let mut found = Vec::new();
+    for (index, new) in batch.iter().enumerate() {
+        let mut rest = batch.to_vec();
+        rest.remove(index);
+        if !rest.is_empty() {
+            found.push(rest);
+        }
+        for tokens in [0, 1, new.tokens / 2, new.tokens.saturating_sub(1)] {
+            if tokens < new.tokens {
+                let mut shorter = batch.to_vec();
+                shorter[index].tokens = tokens;
+                found.push(shorter);
+            }
+        }
+    }
+    found
 }
 
 /// The size of a session: new tokens of all runs, each a row that attends as well.
@@ -111,10 +137,10 @@ pub(super) fn size(case: &SequenceCase) -> Size {
     }
 }
 
-/// New tokens of all runs.
+/// New tokens of all runs, and those that came from other sessions.
 fn new_tokens(case: &SequenceCase) -> usize {
     let of_step = |step: &Step| match step {
-        Step::Run { batch, .. } => batch.iter().map(|new| new.tokens).sum(),
+        Step::Run { batch, .. } | Step::Import { batch, .. } => batch.iter().map(|new| new.tokens).sum(),
         _ => 0,
     };
     case.steps.iter().map(of_step).sum()

@@ -6,7 +6,7 @@ use shardcheck_formats::{Dtype, round_bf16};
 use crate::batch::{bf16_tensor, query_rows, read_bf16};
 use crate::cache::{KvFormat, RankCache, TokenRows, read_local_tokens};
 use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
-use crate::grid::{Grid, RowRef};
+use crate::grid::{Grids, RowRef};
 use crate::kernel::{KvView, Scratch, attend_row};
 use crate::memory::Metadata;
 use crate::merge::{Partial, Wire, merge};
@@ -52,7 +52,7 @@ impl UpProjection {
 /// Everything that the ranks of a step share.
 struct Step<'a> {
     configuration: &'a Configuration,
-    grid: Grid,
+    grids: Grids,
     format: KvFormat,
     /// By rank.
     metadata: &'a [Metadata],
@@ -75,7 +75,7 @@ struct RankAttend {
 /// # Errors
 /// As [`shardcheck_engine::Session::step`].
 pub fn attend(
-    configuration: &Configuration,
+    (configuration, grids): (&Configuration, Grids),
     caches: &[RankCache],
     inputs: &Tensors,
     metadata: &[Metadata],
@@ -90,7 +90,7 @@ pub fn attend(
     let dispatch = (policies.session.dispatch)(configuration, up.is_some());
     let step = Step {
         configuration,
-        grid: Grid::of(configuration),
+        grids,
         format: KvFormat::of(configuration),
         metadata,
         query: read_bf16(inputs, "query", &[rows, shape.total, dim])?,
@@ -118,7 +118,12 @@ impl Step<'_> {
         let policies = self.policies;
         let gathered = self.kernel_query(link)?;
         let metadata = &self.metadata[link.rank];
-        let row_lens = metadata.batch.row_lens(&policies.layout, link.member, &self.grid, metadata.causal);
+        let row_lens = metadata.batch.row_lens(
+            &policies.layout,
+            link.rank % self.grids.lengths.world,
+            &self.grids.lengths,
+            metadata.causal,
+        );
         let latent = self.local_attention(cache, metadata, &gathered, &row_lens)?;
         let partial = match &self.up {
             Some(up) if self.route.project_before_merge => {
@@ -219,7 +224,7 @@ impl Step<'_> {
     ) -> Result<TokenRows, Stop> {
         let policies = (&self.policies.layout, &self.policies.cache);
         let table = &metadata.batch.table;
-        read_local_tokens(cache, table, request, count, policies, (&self.grid, &self.format))
+        read_local_tokens(cache, table, request, count, policies, (&self.grids.pages, &self.format))
     }
 
     fn view<'t>(&self, tokens: &'t TokenRows, kv_head: usize) -> KvView<'t> {

@@ -21,11 +21,19 @@ impl BlockTable {
     /// # Errors
     /// [`EngineError::Input`] for another dtype or number of axes.
     pub fn read(inputs: &Tensors, blocks: usize) -> Result<Self, EngineError> {
-        let tensor = inputs.get("block_table")?;
+        Self::read_named(inputs, "block_table", blocks)
+    }
+
+    /// The same from a tensor of another name.
+    ///
+    /// # Errors
+    /// As [`BlockTable::read`].
+    pub fn read_named(inputs: &Tensors, name: &str, blocks: usize) -> Result<Self, EngineError> {
+        let tensor = inputs.get(name)?;
         let &[requests, width] = tensor.shape() else {
-            return Err(wrong_shape("block_table", tensor, vec![0, 0]));
+            return Err(wrong_shape(name, tensor, vec![0, 0]));
         };
-        tensor.expect("block_table", Dtype::I32, &[requests, width])?;
+        tensor.expect(name, Dtype::I32, &[requests, width])?;
         Ok(Self { ids: tensor.to_i64(), requests, width, blocks })
     }
 

@@ -214,7 +214,10 @@ impl<'a> Link<'a> {
         let round =
             state.rounds.entry(key).or_insert_with(|| Round { posted: vec![None; self.world], taken: 0 });
         round.posted[self.member] = Some(Arc::new(payload));
-        self.fabric.wake.notify_all();
+        // who waits has nothing to do before the last one came: waking all for each would take W² switches
+        if round.posted.iter().all(Option::is_some) {
+            self.fabric.wake.notify_all();
+        }
         state = self.wait_for_all(state, &key)?;
         let round = state.rounds.get_mut(&key).ok_or(Stop::Peer)?;
         let posted: Vec<Payload> = round.posted.iter().flatten().cloned().collect();

@@ -13,10 +13,10 @@ use crate::grid::{Grid, LayoutPolicies};
 /// A crash when the block table is too short for a length.
 pub fn derive(
     configuration: &Configuration,
+    grid: Grid,
     batch: &Batch,
     layout: &LayoutPolicies,
 ) -> Result<Reply, EngineError> {
-    let grid = Grid::of(configuration);
     let (ranks, requests, rows) = (configuration.tp, batch.seq_lens.len(), batch.rows);
     let members = || (0..ranks).map(|rank| rank % grid.world);
     let as_i32 = |values: Vec<usize>| values.into_iter().map(|v| v as i32).collect::<Vec<_>>();

@@ -77,6 +77,9 @@ impl Engine for CpuEngine {
 
 /// What this engine, unlike others, cannot hold.
 fn limits(configuration: &Configuration) -> Result<(), String> {
+    if let Some(second) = &configuration.second_group {
+        limits(second).map_err(|reason| format!("second KV group: {reason}"))?;
+    }
     if configuration.tp > MAX_RANKS {
         return Err(format!(
             "tp {} is more than the {MAX_RANKS} threads that this engine runs",

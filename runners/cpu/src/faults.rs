@@ -8,6 +8,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod kv_groups;
 mod layout;
 mod lse;
 mod positions;
@@ -18,6 +19,7 @@ mod settings;
 mod small;
 mod stale;
 mod steps;
+mod transfer;
 mod weights;
 
 use std::fmt;
@@ -49,7 +51,7 @@ pub enum FaultClass {
     ConfigGate,
     /// Draft blocks.
     SpecDecode,
-    /// Metadata of an earlier step.
+    /// Metadata of an earlier step, or of another KV group of the session.
     StaleMetadata,
     /// Ranks that wait for ever.
     Hang,
@@ -153,6 +155,8 @@ pub fn faults() -> &'static [Fault] {
             weights::FAULTS,
             scales::FAULTS,
             settings::FAULTS,
+            transfer::FAULTS,
+            kv_groups::FAULTS,
         ]
         .concat()
     });
@@ -162,6 +166,60 @@ pub fn faults() -> &'static [Fault] {
 /// The fault of that name.
 pub fn fault(name: &str) -> Option<&'static Fault> {
     faults().iter().find(|fault| fault.name == name)
+}
+
+#[cfg(test)]
+/// What the tests of single faults share: each holds a fault to what its title says.
+mod faulty {
+    use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder};
+    use shardcheck_formats::Dtype;
+
+    use crate::cache::KvFormat;
+    use crate::grid::Grid;
+    use crate::policies::Policies;
+
+    /// The policies of the engine with that fault.
+    pub fn with(name: &str) -> Policies {
+        let mut policies = Policies::HEALTHY;
+        (super::fault(name).unwrap_or_else(|| panic!("no fault {name}")).apply)(&mut policies);
+        policies
+    }
+
+    /// Layouts in which no two of W, S, B are alike, and the smallest ones.
+    pub fn grids() -> [Grid; 5] {
+        [(1, 1, 4), (2, 1, 4), (3, 2, 4), (2, 4, 12), (4, 2, 6)].map(|(world, interleave, block)| Grid {
+            world,
+            interleave,
+            block,
+        })
+    }
+
+    /// MLA of two heads a rank on a world of two, latent width 16, rotary width 8.
+    pub fn configuration() -> Configuration {
+        Configuration {
+            attention: Attention::Mla { kv_lora_rank: 16, qk_rope_head_dim: 8, v_head_dim: 4 },
+            tp: 4,
+            dcp: 2,
+            heads_per_rank: 2,
+            interleave: 1,
+            block_size: 4,
+            blocks: 8,
+            kv_dtype: Dtype::Bf16,
+            kv_scale: 1.0,
+            softmax_scale: 0.3,
+            comm_backend: CommBackend::A2a,
+            lane_order: LaneOrder::HiLo,
+            query_replication: true,
+            project_before_merge: true,
+            kernel_head_widths: vec![],
+            second_group: None,
+        }
+    }
+
+    /// A cache of keys of four elements, of which the last two are rotary, and values of two.
+    pub fn format(dtype: Dtype, scale: f32) -> KvFormat {
+        KvFormat { dtype, scale, kv_heads: 1, key_dim: 4, value_dim: 2, rope_start: 2, shared: false }
+    }
 }
 
 #[cfg(test)]

@@ -32,6 +32,26 @@ impl Grid {
     }
 }
 
+/// The layouts that the parts of a step go by: all the same, but for faults that take one of another KV group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Grids {
+    /// What is derived for the host.
+    pub derived: Grid,
+    /// Tokens that a row sees on a rank.
+    pub lengths: Grid,
+    /// Pages that are read.
+    pub pages: Grid,
+    /// Owners and slots that are written.
+    pub slots: Grid,
+}
+
+impl Grids {
+    /// One layout for all.
+    pub fn all(grid: Grid) -> Self {
+        Self { derived: grid, lengths: grid, pages: grid, slots: grid }
+    }
+}
+
 /// One row of a request, seen from one rank.
 #[derive(Debug, Clone, Copy)]
 pub struct Sight {

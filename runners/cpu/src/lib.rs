@@ -27,6 +27,7 @@ mod route;
 mod rules;
 mod session;
 mod states;
+mod transfer;
 mod write;
 
 pub use engine::{CpuEngine, DEFAULT_TIMEOUT, MAX_CACHE_BYTES, MAX_RANKS, engine};

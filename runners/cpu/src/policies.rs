@@ -2,9 +2,10 @@
 
 use shardcheck_engine::{Configuration, Tensors};
 
+use crate::batch::BlockTable;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
-use crate::grid::LayoutPolicies;
+use crate::grid::{Grid, Grids, LayoutPolicies};
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
@@ -12,6 +13,16 @@ use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::states::SegmentPolicies;
+use crate::transfer::TransferPolicies;
+
+/// What a block table is used for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TableUse {
+    /// Attention.
+    Attend,
+    /// Writes.
+    Write,
+}
 
 /// Decisions of a session as a whole.
 #[derive(Clone, Copy)]
@@ -24,6 +35,10 @@ pub struct SessionPolicies {
     pub recall: fn(&mut Memory, Metadata) -> Metadata,
     /// The slot mapping that a rank writes with, likewise.
     pub recall_write: fn(&mut Memory, WriteMap) -> WriteMap,
+    /// Layouts that a KV group goes by, of two: `(number of the group, its own, the other's)`.
+    pub group_grids: fn(usize, Grids, Grid) -> Grids,
+    /// Block table by which a KV group attends or writes: `(use, number of the group, its own, the last of the other)`.
+    pub group_table: fn(TableUse, usize, BlockTable, &BlockTable) -> BlockTable,
     /// Whether a token may be written into a slot: `(memory, slot, whose token it is)`.
     pub overwrites: fn(&mut Memory, usize, Origin) -> bool,
     /// What a step does to its inputs.
@@ -39,6 +54,8 @@ impl SessionPolicies {
         dispatch,
         recall: |_, metadata| metadata,
         recall_write: |_, map| map,
+        group_grids: |_, own, _| own,
+        group_table: |_, _, own, _| own,
         overwrites: |_, _, _| true,
         touch: |_| {},
         written_rows: |rows, _| rows,
@@ -62,6 +79,8 @@ pub struct Policies {
     pub context: ContextPolicies,
     /// Merge of kernel segments.
     pub segments: SegmentPolicies,
+    /// Transfer from a session of another layout.
+    pub transfer: TransferPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -78,6 +97,7 @@ impl Policies {
         merge: MergePolicies::HEALTHY,
         context: ContextPolicies::HEALTHY,
         segments: SegmentPolicies::HEALTHY,
+        transfer: TransferPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

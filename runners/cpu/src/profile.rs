@@ -23,6 +23,7 @@ pub fn profile() -> Profile {
         version: env!("CARGO_PKG_VERSION").to_owned(),
         operations,
         rule_sets: RuleSetName::ALL.to_vec(),
+        second_group: true,
         ..Profile::default()
     }
 }
@@ -51,6 +52,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::WriteKv
         | OperationKind::ReadCache
         | OperationKind::LoadCache
+        | OperationKind::ImportCache
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -6,59 +6,126 @@ use std::time::Duration;
 use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
 
 use crate::attend::attend;
-use crate::batch::{Batch, query_rows};
+use crate::batch::{Batch, BlockTable, query_rows};
 use crate::cache::RankCache;
 use crate::communicator::{Ranks, panic_text};
 use crate::context::attend_context;
 use crate::derive::derive;
+use crate::grid::{Grid, Grids};
 use crate::memory::{Memory, Metadata, StepKind};
-use crate::policies::Policies;
+use crate::policies::{Policies, TableUse};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
+use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
 
-/// A session of the embedded engine.
+/// A session of the embedded engine: one KV group, or two.
 pub struct CpuSession {
-    configuration: Configuration,
+    groups: Vec<Group>,
     policies: Policies,
+    timeout: Duration,
+}
+
+/// What one KV group has for itself.
+struct Group {
+    number: usize,
+    configuration: Configuration,
+    grids: Grids,
     caches: Vec<RankCache>,
     memories: Vec<Memory>,
-    timeout: Duration,
+    /// Block table of its last step.
+    table: Option<BlockTable>,
 }
 
 impl CpuSession {
     /// A session whose caches hold NaN in every slot.
     pub fn new(configuration: Configuration, policies: Policies, timeout: Duration) -> Self {
-        let caches = vec![RankCache::unwritten(&configuration); configuration.tp];
-        let memories = vec![Memory::default(); configuration.tp];
-        Self { configuration, policies, caches, memories, timeout }
+        let configurations: Vec<Configuration> =
+            (0..2).filter_map(|number| configuration.group(number)).collect();
+        let grids = |number: usize| {
+            let own = Grids::all(Grid::of(&configurations[number]));
+            let other = configurations.get(1 - number).map(Grid::of);
+            other.map_or(own, |other| (policies.session.group_grids)(number, own, other))
+        };
+        let group = |(number, configuration): (usize, &Configuration)| Group {
+            number,
+            grids: grids(number),
+            caches: vec![RankCache::unwritten(configuration); configuration.tp],
+            memories: vec![Memory::default(); configuration.tp],
+            table: None,
+            configuration: configuration.clone(),
+        };
+        Self { groups: configurations.iter().enumerate().map(group).collect(), policies, timeout }
     }
 
-    fn perform(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Answer<Reply>, EngineError> {
-        let (configuration, policies) = (&self.configuration, &self.policies);
-        let blocks = configuration.blocks;
-        let reply = match *operation {
+    fn perform(
+        &mut self,
+        number: usize,
+        operation: &Operation,
+        inputs: &Tensors,
+    ) -> Result<Answer<Reply>, EngineError> {
+        if let Operation::InGroup { group, step } = operation {
+            return match **step {
+                Operation::InGroup { .. } => {
+                    Ok(Answer::Unsupported("a KV group has no groups of its own".to_owned()))
+                }
+                ref step => self.perform(*group, step, inputs),
+            };
+        }
+        if number >= self.groups.len() {
+            let groups = self.groups.len();
+            return Ok(Answer::Unsupported(format!(
+                "there is no KV group {number}: the session has {groups}"
+            )));
+        }
+        let others = self.groups.iter().filter(|other| other.number != number);
+        let other = others.into_iter().find_map(|other| other.table.clone());
+        let (policies, timeout) = (&self.policies, self.timeout);
+        let group = &mut self.groups[number];
+        group.perform(operation, inputs, other.as_ref(), policies, timeout).map(Answer::Done)
+    }
+}
+
+impl Group {
+    /// `other` is the block table of the last step of the group beside this one.
+    fn perform(
+        &mut self,
+        operation: &Operation,
+        inputs: &Tensors,
+        other: Option<&BlockTable>,
+        policies: &Policies,
+        timeout: Duration,
+    ) -> Result<Reply, EngineError> {
+        let (configuration, blocks) = (&self.configuration, self.configuration.blocks);
+        let ranks = Ranks { count: configuration.tp, world: configuration.dcp, timeout };
+        match *operation {
             Operation::Layout => {
                 let batch = Batch::read(inputs, "seq_lens", None, blocks)?;
-                let metadata = self.recall(StepKind::Layout, &batch, true);
-                derive(&self.configuration, &metadata[0].batch, &self.policies.layout)?
+                let metadata = self.recall(StepKind::Layout, batch, true, policies);
+                derive(&self.configuration, self.grids.derived, &metadata[0].batch, &policies.layout)
             }
             Operation::WriteKv => {
-                write_kv(configuration, &mut self.caches, &mut self.memories, inputs, policies)?
+                let table = BlockTable::read(inputs, blocks)?;
+                let used = self.used(TableUse::Write, table, other, policies);
+                let (caches, memories) = (&mut self.caches, &mut self.memories);
+                write_kv((&self.configuration, self.grids.slots), caches, memories, inputs, used, policies)
             }
-            Operation::ReadCache => read_cache(configuration, &self.caches),
-            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs, policies)?,
+            Operation::ReadCache => Ok(read_cache(configuration, &self.caches)),
+            Operation::LoadCache => load_cache(configuration, &mut self.caches, inputs, policies),
+            Operation::ImportCache { ref source } => {
+                import_cache(configuration, &mut self.caches, inputs, source, policies)
+            }
             Operation::Attend { mask } => {
                 let rows = query_rows(inputs, configuration)?;
-                let batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;
-                let metadata = self.recall(StepKind::Attend, &batch, mask == Mask::Causal);
-                let ranks = self.ranks(self.configuration.tp);
-                attend(&self.configuration, &self.caches, inputs, &metadata, ranks, &self.policies)?
+                let mut batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;
+                batch.table = self.used(TableUse::Attend, batch.table, other, policies);
+                let metadata = self.recall(StepKind::Attend, batch, mask == Mask::Causal, policies);
+                let shape = (&self.configuration, self.grids);
+                attend(shape, &self.caches, inputs, &metadata, ranks, policies)
             }
             Operation::AttendContext { chunk_budget_tokens } => {
                 let rows = query_rows(inputs, configuration)?;
                 let batch = Batch::read(inputs, "context_lens", Some(rows), blocks)?;
-                let metadata = self.recall(StepKind::Context, &batch, true);
-                let ranks = self.ranks(self.configuration.tp);
+                let metadata = self.recall(StepKind::Context, batch, true, policies);
                 attend_context(
                     &self.configuration,
                     &self.caches,
@@ -66,23 +133,39 @@ impl CpuSession {
                     &metadata[0].batch,
                     chunk_budget_tokens,
                     ranks,
-                    &self.policies,
-                )?
+                    policies,
+                )
             }
             Operation::MergePartials { lse_base } => {
-                let merge = policies.merge.in_base(lse_base);
-                merge_partials(configuration, inputs, self.ranks(configuration.dcp), &merge, policies)?
+                let (merge, ranks) =
+                    (policies.merge.in_base(lse_base), Ranks { count: configuration.dcp, ..ranks });
+                merge_partials(configuration, inputs, ranks, &merge, policies)
             }
-            Operation::MergeStates => merge_two_states(inputs, policies)?,
-            Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies)?,
-            Operation::PackLse => pack_lse(configuration, inputs, policies)?,
-        };
-        Ok(Answer::Done(reply))
+            Operation::MergeStates => merge_two_states(inputs, policies),
+            Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
+            Operation::PackLse => pack_lse(configuration, inputs, policies),
+            Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
+        }
+    }
+
+    /// The block table that a step uses, given its own, which is kept for the other group's faults.
+    fn used(
+        &mut self,
+        table_use: TableUse,
+        own: BlockTable,
+        other: Option<&BlockTable>,
+        policies: &Policies,
+    ) -> BlockTable {
+        self.table = Some(own.clone());
+        match other {
+            Some(other) => (policies.session.group_table)(table_use, self.number, own, other),
+            None => own,
+        }
     }
 
     /// The metadata that each rank runs a step with.
-    fn recall(&mut self, kind: StepKind, batch: &Batch, causal: bool) -> Vec<Metadata> {
-        let (world, recall) = (self.configuration.dcp, self.policies.session.recall);
+    fn recall(&mut self, kind: StepKind, batch: Batch, causal: bool, policies: &Policies) -> Vec<Metadata> {
+        let (world, recall) = (self.configuration.dcp, policies.session.recall);
         let of_rank = |(rank, memory): (usize, &mut Memory)| {
             let member = rank % world;
             let batch = batch.clone();
@@ -90,16 +173,12 @@ impl CpuSession {
         };
         self.memories.iter_mut().enumerate().map(of_rank).collect()
     }
-
-    fn ranks(&self, count: usize) -> Ranks {
-        Ranks { count, world: self.configuration.dcp, timeout: self.timeout }
-    }
 }
 
 impl Session for CpuSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
         let touch = self.policies.session.touch;
-        let perform = || self.perform(operation, inputs).inspect(|_| touch(inputs));
+        let perform = || self.perform(0, operation, inputs).inspect(|_| touch(inputs));
         catch_unwind(AssertUnwindSafe(perform))
             .unwrap_or_else(|panic| Err(EngineError::Crash { text: panic_text(&*panic) }))
     }

@@ -11,15 +11,16 @@ use crate::grid::Grid;
 use crate::memory::{Memory, Origin, WriteMap};
 use crate::policies::Policies;
 
-/// Appends tokens: every rank writes those that it owns.
+/// Appends tokens through a block table: every rank writes those that it owns.
 ///
 /// # Errors
 /// [`EngineError::Input`] for tensors that do not fit, a crash for a block that does not exist.
 pub fn write_kv(
-    configuration: &Configuration,
+    (configuration, grid): (&Configuration, Grid),
     caches: &mut [RankCache],
     memories: &mut [Memory],
     inputs: &Tensors,
+    table: BlockTable,
     policies: &Policies,
 ) -> Result<Reply, EngineError> {
     let format = KvFormat::of(configuration);
@@ -33,12 +34,12 @@ pub fn write_kv(
     };
     let positions = inputs.get("positions")?.expect("positions", Dtype::I64, &[tokens])?.to_i64();
     let requests = inputs.get("requests")?.expect("requests", Dtype::I32, &[tokens])?.to_i64();
-    let batch = WriteBatch { key, value, grid: Grid::of(configuration), format, policies };
-    let map = WriteMap { positions, requests, table: BlockTable::read(inputs, configuration.blocks)? };
+    let batch = WriteBatch { key, value, grid, format, policies };
+    let map = WriteMap { positions, requests, table };
     let mut slots = Vec::with_capacity(caches.len() * tokens);
     for (rank, (cache, memory)) in caches.iter_mut().zip(memories).enumerate() {
         let map = (policies.session.recall_write)(memory, map.clone());
-        slots.extend(batch.write_rank(&map, rank % configuration.dcp, cache, memory).map_err(failed)?);
+        slots.extend(batch.write_rank(&map, rank % grid.world, cache, memory).map_err(failed)?);
     }
     let outputs = Tensors::new().with("slots", Tensor::from_i64(&[caches.len(), tokens], &slots));
     Ok(Reply { outputs, collectives: vec![0; caches.len()], ..Reply::default() })

@@ -57,9 +57,13 @@ fn parts_of(property: &str) -> Vec<String> {
         ("inputs", "unchanged") => all(&["attend"], &["inputs"]),
         ("probe", _) => all(&ATTEND, &["out", "lse"]),
         ("statistics", "residual") => all(&["decode", "verify"], &["out"]),
+        ("sequence", what) if what.starts_with("group-") => {
+            parts_of(&what.replacen("group-", "sequence.", 1))
+        }
         ("sequence", "output") => all(&["sequence"], &["out"]),
         ("sequence", "metadata") => all(&["sequence"], &["row_lens", "chunk_lens", "local_lens"]),
         ("sequence", "writers") => all(&["sequence"], &["slots", "key_cache"]),
+        ("sequence", "transfer") => all(&["transfer"], &["key_cache"]),
         ("sequence", "untouched") => all(&["sequence"], &["key_cache"]),
         ("sequence", "collectives") => all(&["sequence"], &["collectives"]),
         _ => panic!("no part of the battery shows {property}"),

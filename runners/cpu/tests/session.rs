@@ -8,7 +8,8 @@ use proptest::prelude::*;
 use scene::{Scene, step};
 use shardcheck_cpu::{CpuEngine, engine, fault};
 use shardcheck_engine::{
-    Answer, Attention, CommBackend, Engine, EngineError, Mask, Operation, OperationKind, Tensor, Tensors,
+    Answer, Attention, CacheLayout, CommBackend, Engine, EngineError, Mask, Operation, OperationKind, Tensor,
+    Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -73,6 +74,116 @@ fn a_cache_that_was_read_can_be_loaded_into_another_session() {
     let attend = Operation::Attend { mask: Mask::Causal };
     let reply = step(session.as_mut(), &attend, &mut scene.attend_inputs()).unwrap();
     assert_eq!(reply.outputs, scene.run().outputs);
+}
+
+/// The scene's cache in another layout, as inputs of an import into the scene's own.
+fn of_another_layout(scene: &Scene, source: CacheLayout) -> Tensors {
+    let there = scene.clone().with(|s| {
+        s.configuration.tp = source.dcp;
+        s.configuration.dcp = source.dcp;
+        s.configuration.interleave = source.interleave;
+        s.configuration.block_size = source.block_size;
+        // as many KV heads to a rank, so that the query heads must divide over them
+        s.configuration.heads_per_rank = 2;
+    });
+    let caches = read(&there, &engine());
+    let (table, width) = there.block_table();
+    let lens: Vec<i32> = there.lens().iter().map(|len| *len as i32).collect();
+    let mut inputs = scene.metadata();
+    inputs.remove("query_start_loc");
+    inputs.insert("source_block_table", Tensor::from_i32(&[lens.len(), width], &table));
+    for (name, tensor) in caches.iter() {
+        inputs.insert(&format!("source_{name}"), tensor.clone());
+    }
+    inputs
+}
+
+#[test]
+fn a_cache_of_another_layout_comes_in_as_if_it_had_been_written_here() {
+    let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    for (dcp, interleave, block_size) in [(1, 1, 4), (2, 1, 4), (3, 2, 6), (4, 4, 4), (5, 1, 2)] {
+        let source = CacheLayout { dcp, interleave, block_size };
+        for (world, change) in [
+            (3, None),
+            (1, None),
+            (2, Some((grouped, Dtype::E4m3fn, 0.25))),
+            (2, Some((grouped, Dtype::Bf16, 1.0))),
+        ] {
+            let scene = Scene::small(world).with(|s| {
+                s.configuration.interleave = 2;
+                s.configuration.tp = 2 * world;
+                if let Some((attention, dtype, scale)) = change {
+                    (s.configuration.attention, s.configuration.kv_dtype) = (attention, dtype);
+                    s.configuration.kv_scale = scale;
+                }
+            });
+            let mut session = scene.open(&engine());
+            let mut inputs = of_another_layout(&scene, source);
+            step(session.as_mut(), &Operation::ImportCache { source }, &mut inputs).unwrap();
+            let seen = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap();
+            assert!(seen.outputs == read(&scene, &engine()), "{source:?} into {world} ranks");
+        }
+    }
+}
+
+#[test]
+fn an_import_that_does_not_fit_is_named() {
+    let (scene, source) = (Scene::small(2), CacheLayout { dcp: 3, interleave: 1, block_size: 4 });
+    let fails = |source: CacheLayout, change: fn(&mut Tensors)| {
+        let mut inputs = of_another_layout(&scene, CacheLayout { dcp: 3, interleave: 1, block_size: 4 });
+        change(&mut inputs);
+        let mut session = scene.open(&engine());
+        session.step(&Operation::ImportCache { source }, &mut inputs).unwrap_err()
+    };
+    let wrong_world = fails(CacheLayout { dcp: 2, ..source }, |_| {});
+    assert!(matches!(&wrong_world, EngineError::Input(e) if e.to_string().contains("source_key_cache")));
+    let missing = fails(source, |inputs| drop(inputs.remove("source_block_table")));
+    assert!(matches!(&missing, EngineError::Input(e) if e.to_string().contains("source_block_table")));
+    let longer = fails(source, |inputs| inputs.insert("seq_lens", Tensor::from_i32(&[4], &[1000, 0, 0, 0])));
+    assert!(matches!(&longer, EngineError::Crash { text } if text.contains("illegal address")), "{longer}");
+    let negative = fails(source, |inputs| inputs.insert("seq_lens", Tensor::from_i32(&[4], &[-1, 0, 0, 0])));
+    assert!(matches!(&negative, EngineError::Crash { text } if text.contains("negative")), "{negative}");
+    let fewer = fails(source, |inputs| inputs.insert("source_block_table", Tensor::from_i32(&[1, 1], &[0])));
+    assert!(
+        matches!(&fewer, EngineError::Input(e) if e.to_string().contains("source_block_table")),
+        "{fewer}"
+    );
+}
+
+#[test]
+fn two_kv_groups_of_a_session_answer_as_each_does_by_itself() {
+    let sharded = Scene::small(3);
+    let replicated = Scene::small(1).with(|s| {
+        (s.configuration.tp, s.configuration.block_size, s.seed) = (3, 6, 90);
+        s.configuration.attention = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
+    });
+    let both = sharded
+        .clone()
+        .with(|s| s.configuration.second_group = Some(Box::new(replicated.configuration.clone())));
+    let mut session = both.open(&engine());
+    let attend = || Operation::Attend { mask: Mask::Causal };
+    let mut seen = [Vec::new(), Vec::new()];
+    for (group, scene) in [&sharded, &replicated].into_iter().enumerate() {
+        step(session.as_mut(), &Operation::WriteKv.in_group(group), &mut scene.write_inputs()).unwrap();
+    }
+    for (group, scene) in [&sharded, &replicated].into_iter().enumerate() {
+        let mut steps = [
+            (Operation::Layout, scene.metadata()),
+            (attend(), scene.attend_inputs()),
+            (Operation::ReadCache, Tensors::new()),
+        ];
+        let mut alone = scene.open(&engine());
+        step(alone.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+        for (operation, inputs) in &mut steps {
+            let own = step(alone.as_mut(), operation, inputs).unwrap();
+            let beside = step(session.as_mut(), &operation.clone().in_group(group), inputs).unwrap();
+            assert!(own == beside, "{operation:?} in group {group}");
+            seen[group].push(beside);
+        }
+    }
+    assert_ne!(seen[0], seen[1]);
+    let unknown = session.step(&Operation::ReadCache.in_group(2), &mut Tensors::new()).unwrap();
+    assert!(matches!(&unknown, Answer::Unsupported(why) if why.contains("the session has 2")), "{unknown:?}");
 }
 
 #[test]

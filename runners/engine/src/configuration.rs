@@ -146,6 +146,10 @@ pub struct Configuration {
     pub project_before_merge: bool,
     /// Head widths that the decode kernel dispatches on; the gathered heads are padded to the next of them. Empty: any width.
     pub kernel_head_widths: Vec<usize>,
+    /// A second KV group beside this one, such as that of a draft model: caches, block table, slots and lengths of its own, on the
+    /// same ranks and of the same batches. Steps for it are [`crate::Operation::InGroup`]. It has no group beside it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub second_group: Option<Box<Configuration>>,
 }
 
 /// A configuration that contradicts itself.
@@ -221,7 +225,28 @@ impl Configuration {
                 return fail(format!("{name} is {value}; it must be finite and above zero"));
             }
         }
-        Ok(())
+        let Some(second) = &self.second_group else { return Ok(()) };
+        if second.tp != self.tp {
+            return fail(format!(
+                "the second KV group has tp {}; it is on the same {} ranks",
+                second.tp, self.tp
+            ));
+        }
+        if second.second_group.is_some() {
+            return fail("the second KV group has a group beside it: there may be two".to_owned());
+        }
+        second
+            .check()
+            .map_err(|error| ConfigurationError { reason: format!("second KV group: {}", error.reason) })
+    }
+
+    /// The configuration of a KV group by its number, without the group beside it; `None` where there is none.
+    pub fn group(&self, group: usize) -> Option<Self> {
+        match group {
+            0 => Some(Self { second_group: None, ..self.clone() }),
+            1 => self.second_group.as_deref().cloned(),
+            _ => None,
+        }
     }
 }
 
@@ -246,6 +271,7 @@ mod tests {
             query_replication: true,
             project_before_merge: false,
             kernel_head_widths: vec![],
+            second_group: None,
         }
     }
 
@@ -258,15 +284,43 @@ mod tests {
     }
 
     #[test]
+    fn a_second_group_is_left_out_of_the_text_where_there_is_none() {
+        let alone = configuration();
+        assert!(!serde_json::to_string(&alone).unwrap().contains("second_group"));
+        let replicated = Configuration { dcp: 1, block_size: 16, ..alone.clone() };
+        let both = Configuration { second_group: Some(Box::new(replicated.clone())), ..alone.clone() };
+        both.check().unwrap();
+        let text = serde_json::to_string(&both).unwrap();
+        assert_eq!(serde_json::from_str::<Configuration>(&text).unwrap(), both);
+        assert_eq!(
+            [both.group(0), both.group(1), both.group(2)],
+            [Some(alone.clone()), Some(replicated), None]
+        );
+        assert_eq!(alone.group(1), None);
+    }
+
+    #[test]
     fn each_contradiction_is_named() {
         type Break = fn(&mut Configuration);
-        let cases: [(Break, &str); 6] = [
+        let cases: [(Break, &str); 9] = [
             (|c| c.dcp = 3, "does not divide tp"),
             (|c| c.interleave = 16, "larger than the block size"),
             (|c| c.interleave = 3, "not a multiple of interleave"),
             (|c| c.kv_scale = f32::NAN, "kv_scale"),
             (|c| c.blocks = 0, "blocks is 0"),
             (|c| c.kv_dtype = Dtype::I32, "not a float format"),
+            (|c| c.second_group = Some(Box::new(Configuration { tp: 2, ..c.clone() })), "the same 4 ranks"),
+            (
+                |c| c.second_group = Some(Box::new(Configuration { dcp: 3, ..c.clone() })),
+                "second KV group: dcp 3",
+            ),
+            (
+                |c| {
+                    let inner = Some(Box::new(c.clone()));
+                    c.second_group = Some(Box::new(Configuration { second_group: inner, ..c.clone() }));
+                },
+                "there may be two",
+            ),
         ];
         for (break_it, expected) in cases {
             let mut broken = configuration();

@@ -17,7 +17,7 @@ mod tensor;
 
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
-pub use operation::{Mask, Operation, OperationKind, Provenance, TensorSpec};
+pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, TensorSpec};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};

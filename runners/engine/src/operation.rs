@@ -17,6 +17,18 @@ pub enum Mask {
     Bidirectional,
 }
 
+/// How the caches of another session are laid out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CacheLayout {
+    /// Decode-context-parallel size W of that session.
+    pub dcp: usize,
+    /// Its interleave size S in tokens.
+    pub interleave: usize,
+    /// Its physical block size B in tokens.
+    pub block_size: usize,
+}
+
 /// One operation of a session.
 ///
 /// Shapes use: `n` requests, `T` query rows (graph padding included), `ranks = tp`, `Hall = heads_per_rank·tp` query heads,
@@ -33,6 +45,12 @@ pub enum Operation {
     ReadCache,
     /// Replace the caches by the given ones.
     LoadCache,
+    /// Take requests over from a session of another layout: every token of the given caches goes to the slot that it has in this
+    /// session's layout, as the bytes that it is; every other slot stays as it was.
+    ImportCache {
+        /// Layout of the given caches.
+        source: CacheLayout,
+    },
     /// Attention of new rows over the cached tokens of their request: decode (q = 1), verify (q > 1), draft block.
     Attend {
         /// Which keys a row sees.
@@ -58,6 +76,14 @@ pub enum Operation {
     },
     /// Split 32-bit LSEs into two 16-bit lanes and join them again.
     PackLse,
+    /// An operation on one of several KV groups, its shapes being those of the group's own configuration. An operation by itself is
+    /// on the first group.
+    InGroup {
+        /// Number of the group: 0 or 1.
+        group: usize,
+        /// The operation.
+        step: Box<Operation>,
+    },
 }
 
 /// Names of the operations.
@@ -72,6 +98,8 @@ pub enum OperationKind {
     ReadCache,
     /// [`Operation::LoadCache`].
     LoadCache,
+    /// [`Operation::ImportCache`].
+    ImportCache,
     /// [`Operation::Attend`] with a causal mask and one row a request.
     Decode,
     /// [`Operation::Attend`] with a causal mask and several rows a request.
@@ -126,6 +154,7 @@ impl Operation {
             Self::WriteKv => OperationKind::WriteKv,
             Self::ReadCache => OperationKind::ReadCache,
             Self::LoadCache => OperationKind::LoadCache,
+            Self::ImportCache { .. } => OperationKind::ImportCache,
             Self::Attend { mask: Mask::Bidirectional } => OperationKind::Draft,
             Self::Attend { mask: Mask::Causal } => {
                 let starts = inputs.find("query_start_loc").map(Tensor::to_i64).unwrap_or_default();
@@ -140,17 +169,25 @@ impl Operation {
             Self::MergeStates => OperationKind::MergeStates,
             Self::MergeSegments { .. } => OperationKind::MergeSegments,
             Self::PackLse => OperationKind::PackLse,
+            Self::InGroup { step, .. } => step.kind(inputs),
         }
+    }
+
+    /// The operation as it is on a KV group by its number.
+    #[must_use]
+    pub fn in_group(self, group: usize) -> Self {
+        if group == 0 { self } else { Self::InGroup { group, step: Box::new(self) } }
     }
 }
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
         Self::LoadCache,
+        Self::ImportCache,
         Self::Decode,
         Self::Verify,
         Self::Draft,
@@ -168,6 +205,7 @@ impl OperationKind {
             Self::WriteKv => "write_kv",
             Self::ReadCache => "read_cache",
             Self::LoadCache => "load_cache",
+            Self::ImportCache => "import_cache",
             Self::Decode => "decode",
             Self::Verify => "verify",
             Self::Draft => "draft",
@@ -186,6 +224,7 @@ impl OperationKind {
             Self::WriteKv => WRITE_KV,
             Self::ReadCache => READ_CACHE,
             Self::LoadCache => LOAD_CACHE,
+            Self::ImportCache => IMPORT_CACHE,
             Self::Decode | Self::Verify | Self::Draft => ATTEND,
             Self::Context => CONTEXT,
             Self::MergePartials => MERGE_PARTIALS,
@@ -278,6 +317,28 @@ const READ_CACHE: &[TensorSpec] = &[
 const LOAD_CACHE: &[TensorSpec] = &[
     spec("key_cache", Given, "kv_dtype [ranks, blocks, B, K, Dk]", "raw codes; unused slots hold NaN"),
     spec("value_cache", Given, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
+];
+const IMPORT_CACHE: &[TensorSpec] = &[
+    spec(
+        "source_key_cache",
+        Given,
+        "kv_dtype [source dcp, source blocks, source B, K, Dk]",
+        "raw codes of all ranks of one group of the source",
+    ),
+    spec(
+        "source_value_cache",
+        Given,
+        "kv_dtype [source dcp, source blocks, source B, K, Dv]",
+        "absent for MLA",
+    ),
+    spec(
+        "source_block_table",
+        Given,
+        "i32 [n, source width]",
+        "block ids in the given caches, one per virtual block of the source",
+    ),
+    spec("seq_lens", Given, "i32 [n]", "tokens of each request that are taken over; 0 is legal"),
+    BLOCK_TABLE,
 ];
 const ATTEND: &[TensorSpec] = &[
     spec(
@@ -398,7 +459,9 @@ mod tests {
             Operation::Layout,
             Operation::Attend { mask: Mask::Bidirectional },
             Operation::AttendContext { chunk_budget_tokens: 64 },
+            Operation::ImportCache { source: CacheLayout { dcp: 3, interleave: 2, block_size: 4 } },
             Operation::MergeSegments { tile_tokens: 64 },
+            Operation::Attend { mask: Mask::Causal }.in_group(1),
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

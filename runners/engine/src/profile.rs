@@ -112,6 +112,9 @@ pub struct Profile {
     pub operations: BTreeMap<OperationKind, OperationProfile>,
     /// Rule sets that `validate` answers for.
     pub rule_sets: Vec<RuleSetName>,
+    /// Whether a session can hold a second KV group beside the first ([`crate::Configuration::second_group`]).
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub second_group: bool,
 }
 
 impl Profile {

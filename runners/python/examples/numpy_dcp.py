@@ -94,6 +94,30 @@ class NumpySession(shardcheck.Session):
                 rank.values[...] = value_cache.codes[rank.rank].reshape(rank.values.shape)
         return self._moved()
 
+    def import_cache(
+        self,
+        source_key_cache,
+        source_block_table,
+        seq_lens,
+        block_table,
+        source,
+        source_value_cache=None,
+    ) -> Reply:
+        """Tokens from a session of another layout go to the slots that they have here."""
+        there = Layout(source["dcp"], source["interleave"], source["block_size"])
+        for request, length in enumerate(seq_lens.codes):
+            positions = np.arange(length)
+            blocks = source_block_table.codes[request][there.table_entry(positions)]
+            place = (there.owner(positions), blocks, there.local_index(positions) % there.block)
+            for rank in self.ranks:
+                slots = rank.slots(positions, block_table.codes[request])
+                own = slots >= 0
+                taken = tuple(index[own] for index in place)
+                rank.keys[slots[own]] = source_key_cache.codes[taken]
+                if source_value_cache is not None:
+                    rank.values[slots[own]] = source_value_cache.codes[taken]
+        return self._moved()
+
     def decode(self, query, seq_lens, query_start_loc, block_table, w_uv=None) -> Reply:
         """One new row a request."""
         return self._attend("decode", query, seq_lens, query_start_loc, block_table, w_uv)
@@ -319,6 +343,7 @@ class NumpyDcp(shardcheck.Engine):
             "write_kv": Operation(conventions=conventions, observables=["slots"]),
             "read_cache": moves,
             "load_cache": moves,
+            "import_cache": moves,
             "decode": attends,
             "verify": attends,
             "draft": attends,

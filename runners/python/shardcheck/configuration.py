@@ -57,12 +57,18 @@ class Configuration:
     query_replication: bool
     project_before_merge: bool
     kernel_head_widths: list[int] = field(default_factory=list)
+    second_group: Configuration | None = None
+    """The second KV group, on the same ranks; only for engines that declare `second_group`."""
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Configuration:
         """The configuration of a JSON object; fields that this version does not know are ignored."""
         attention = Attention(**_known(Attention, value["attention"]))
-        return Configuration(**{**_known(Configuration, value), "attention": attention})
+        second = value.get("second_group")
+        group = Configuration.from_json(second) if second else None
+        return Configuration(
+            **{**_known(Configuration, value), "attention": attention, "second_group": group}
+        )
 
     @property
     def gathered_heads(self) -> int:

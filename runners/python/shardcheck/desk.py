@@ -116,13 +116,19 @@ class Desk:
             gone = message.header["session"] in self._ended
             why = "ended with an earlier failure" if gone else "is not open"
             raise InputError(f"session {message.header['session']} {why}")
-        operation = _required(message, "operation")
+        operation, group = _group_of(_required(message, "operation"))
+        if group and not self._engine.second_group:
+            return unsupported(f"{self._engine.name} has one KV group")
         parameters = {key: value for key, value in operation.items() if key != "operation"}
+        if self._engine.second_group:
+            parameters["group"] = group
         inputs = message.inputs()
         kind = message.header.get("kind") or kind_of(operation, inputs)
         if kind not in self._engine.operations:
             return unsupported(f"{self._engine.name} has no {kind}")
         method = getattr(session, kind)
+        if group and not _takes(method, "group"):
+            raise TypeError(f"{method.__qualname__} takes no group: it would answer for the first one")
         arguments = arguments_for(method, {name: found.tensor for name, found in inputs.items()}, parameters)
         counts_before = _counts(session)
         returned = method(**arguments)
@@ -159,6 +165,18 @@ class Desk:
 def unsupported(reason: str) -> Answer:
     """The answer that there is none to be had."""
     return Answer({"status": "unsupported", "reason": reason})
+
+
+def _takes(method: Any, name: str) -> bool:
+    signature = inspect.signature(method).parameters.values()
+    return any(p.name == name or p.kind is inspect.Parameter.VAR_KEYWORD for p in signature)
+
+
+def _group_of(operation: Mapping[str, Any]) -> tuple[Mapping[str, Any], int]:
+    """The operation, and the number of the KV group that it is on."""
+    if operation.get("operation") != "in_group":
+        return operation, 0
+    return operation["step"], int(operation["group"])
 
 
 def kind_of(operation: Mapping[str, Any], inputs: Mapping[str, Input]) -> str:

@@ -85,6 +85,8 @@ class Engine:
     devices: Sequence[str] = ("cpu",)
     own_steps: Sequence[str] = ()
     replaced: Sequence[str] = ()
+    second_group: bool = False
+    """Whether a session can hold a second KV group; its methods take `group`, 0 or 1, then."""
     session_type: type | None = None
 
     def open(self, configuration: Configuration) -> Session:

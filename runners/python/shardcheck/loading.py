@@ -64,6 +64,7 @@ def profile_of(engine: Engine) -> Profile:
             devices=list(engine.devices),
             own_steps=list(engine.own_steps),
             replaced=list(engine.replaced),
+            second_group=engine.second_group,
         )
     except ValueError as error:
         raise LoadError(f"profile of {type(engine).__name__}: {error}") from None

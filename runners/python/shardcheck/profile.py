@@ -14,6 +14,7 @@ OPERATIONS = (
     "write_kv",
     "read_cache",
     "load_cache",
+    "import_cache",
     "decode",
     "verify",
     "draft",
@@ -181,7 +182,9 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """An engine's declaration. `files` maps a path as it is shown to the sha256 of the file that computed."""
+    """An engine's declaration. `files` maps a path as it is shown to the sha256 of the file that computed;
+    `second_group` says whether a session can hold a second KV group beside the first.
+    """
 
     engine: str
     version: str
@@ -192,6 +195,7 @@ class Profile:
     own_steps: list[str] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     rule_sets: list[str] = field(default_factory=list)
+    second_group: bool = False
 
     def __post_init__(self) -> None:
         for name in self.operations:
@@ -199,7 +203,7 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The profile as it stands in `hello`."""
-        return {
+        declared = {
             "engine": self.engine,
             "version": self.version,
             "revision": self.revision,
@@ -210,3 +214,4 @@ class Profile:
             "rule_sets": list(self.rule_sets),
             "operations": {name: operation.to_json() for name, operation in self.operations.items()},
         }
+        return {**declared, "second_group": True} if self.second_group else declared

@@ -107,6 +107,26 @@ class Echo(shardcheck.Engine):
         print("engine closed", file=sys.stderr, flush=True)
 
 
+class TwoGroupsSession(EchoSession):
+    """Says which KV group a step is for."""
+
+    def read_cache(self, group):
+        """The number of the group and the block size that its configuration has."""
+        of_group = [self.configuration, self.configuration.second_group][group]
+        return {"key_cache": np.array([[group, of_group.block_size]], np.float32)}
+
+    def load_cache(self, key_cache):
+        """Does not ask for the group."""
+        return {}
+
+
+class TwoGroups(Echo):
+    """Holds two KV groups."""
+
+    second_group = True
+    session_type = TwoGroupsSession
+
+
 class Lacking(Echo):
     """Declares what its sessions can't do."""
 

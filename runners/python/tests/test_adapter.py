@@ -11,7 +11,7 @@ import unittest
 import numpy as np
 
 from shardcheck import Tensor
-from tests.peer import ROOT, TOKEN, Ended, Harness, i32
+from tests.peer import CONFIGURATION, ROOT, TOKEN, Ended, Harness, i32
 
 ECHO = ["odd_engines:Echo"]
 BATCH = {"query_start_loc": i32(0, 1), "block_table": Tensor("i32", np.zeros((1, 2), np.int32))}
@@ -93,6 +93,39 @@ class Handshake(unittest.TestCase):
             self.assertEqual(harness.exit_code(), 0)
             self.assertIn("session of 2 ranks closed", harness.log())
             self.assertNotIn("Traceback", harness.log())
+
+
+class KvGroups(unittest.TestCase):
+    READ = {"type": "step", "session": 1, "operation": {"operation": "read_cache"}, "kind": "read_cache"}
+    SECOND = {**READ, "operation": {"operation": "in_group", "group": 1, "step": READ["operation"]}}
+
+    def test_a_step_reaches_the_group_that_it_names(self):
+        with Harness(["odd_engines:TwoGroups"]) as harness:
+            self.assertTrue(harness.start()["profile"]["second_group"])
+            group = {**CONFIGURATION, "dcp": 1, "block_size": 32}
+            self.assertEqual(harness.open(second_group=group)["status"], "ok")
+            for header, expected in [(self.READ, [0, CONFIGURATION["block_size"]]), (self.SECOND, [1, 32])]:
+                reply, outputs = harness.ask(header)
+                self.assertEqual(reply["status"], "ok", reply)
+                self.assertEqual(outputs["key_cache"].numpy().tolist(), [expected])
+
+    def test_a_method_that_does_not_ask_for_its_group_is_not_taken_for_the_first(self):
+        with Harness(["odd_engines:TwoGroups"]) as harness:
+            harness.start()
+            harness.open(second_group=CONFIGURATION)
+            load = {"operation": "in_group", "group": 1, "step": {"operation": "load_cache"}}
+            cache = {"key_cache": Tensor("u8", np.ones(4, np.uint8))}
+            header = {"type": "step", "session": 1, "operation": load, "kind": "load_cache"}
+            reply, _ = harness.ask(header, cache)
+            self.assertEqual(reply["status"], "error", reply)
+            self.assertIn("group", reply["text"])
+
+    def test_an_engine_of_one_group_says_so(self):
+        with Harness(ECHO) as harness:
+            self.assertNotIn("second_group", harness.start()["profile"])
+            harness.open(second_group=CONFIGURATION)
+            reply, _ = harness.ask(self.SECOND)
+            self.assertEqual((reply["status"], reply["reason"]), ("unsupported", "echo has one KV group"))
 
 
 class BadFrames(unittest.TestCase):

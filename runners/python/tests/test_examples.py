@@ -295,6 +295,25 @@ class NumpyDcp(unittest.TestCase):
         np.testing.assert_array_equal(layout["row_lens"].codes, [[7, 2, 3], [6, 2, 2]])
         np.testing.assert_array_equal(layout["units"].codes, [[8, 8, 4]] * 2)
 
+    def test_a_cache_of_another_layout_comes_in_as_if_it_had_been_written_here(self):
+        there = Scene(7, [13, 5], [1, 2], tp=3, dcp=3, interleave=1)
+        here = Scene(7, [13, 5], [1, 2], tp=2, dcp=2, interleave=2)
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            for session, scene in ((1, there), (2, here), (3, here)):
+                self.assertEqual(harness.open(session=session, **scene.json)["status"], "ok")
+            harness.step("write_kv", there.write(there.lens))
+            harness.step("write_kv", here.write(here.lens), session=2)
+            given = {"source_key_cache": harness.step("read_cache")[1]["key_cache"]}
+            given["source_block_table"] = there.attend()["block_table"]
+            given |= {name: here.attend()[name] for name in ("seq_lens", "block_table")}
+            source = {"dcp": 3, "interleave": 1, "block_size": there.json["block_size"]}
+            operation = {"operation": "import_cache", "source": source}
+            question = {"type": "step", "session": 3, "operation": operation, "kind": "import_cache"}
+            self.assertEqual(harness.ask(question, given)[0]["status"], "ok")
+            written, imported = (harness.step("read_cache", session=n)[1]["key_cache"] for n in (2, 3))
+        np.testing.assert_array_equal(imported.codes, written.codes)
+
     def test_empty_states_do_not_count_in_a_merge(self):
         nan, inf = np.nan, np.inf
         with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:

@@ -124,6 +124,7 @@ impl Embedded {
             query_replication: false,
             project_before_merge: false,
             kernel_head_widths: Vec::new(),
+            second_group: None,
         };
         let open = |_| open(&*engine, &configuration).map(|session| Mutex::new(Some(session)));
         let sessions = (0..layers).map(open).collect::<Result<_, _>>()?;

@@ -166,3 +166,38 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.kernel.empty = EmptyRow { value: f32::NAN, lse: 1.0 },
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::{configuration, with};
+    use super::*;
+
+    #[test]
+    fn scores_have_the_scale_that_the_title_names() {
+        let scale = |name: &str| (with(name).kernel.score_scale)(&configuration());
+        assert_eq!(scale("score-scale-of-latent-width"), 0.25);
+        assert_eq!(scale("score-scale-twice"), 0.3f32 * 0.3);
+        assert_eq!((with("softmax-without-maximum").kernel.shift)(7.0), 0.0);
+        assert_eq!((with("no-rescale-between-tiles").kernel.rescale)(1.0, 3.0), 1.0);
+        assert_eq!((with("rescale-in-base-2").kernel.rescale)(1.0, 3.0), 0.25);
+    }
+
+    #[test]
+    fn the_lse_is_what_the_title_says() {
+        let lse = |name: &str| (with(name).kernel.lse)(2.3, 8.0);
+        let natural = 2.3 + 8f32.ln();
+        assert!((lse("lse-base-2-as-natural") - natural / std::f32::consts::LN_2).abs() < 1e-5);
+        assert_eq!(lse("lse-carried-in-bf16"), round_bf16(natural));
+        assert_eq!(lse("lse-without-maximum"), 8f32.ln());
+        assert_eq!(lse("lse-is-the-maximum"), 2.3);
+    }
+
+    #[test]
+    fn an_empty_row_is_what_the_title_says() {
+        let empty = |name: &str| (with(name).kernel.empty.value, with(name).kernel.empty.lse);
+        assert_eq!(empty("empty-shard-lse-zero"), (0.0, 0.0));
+        assert_eq!(empty("empty-lse-finite"), (0.0, -1e30));
+        let (value, lse) = empty("empty-lse-untouched");
+        assert!(value.is_nan() && lse == 1.0);
+    }
+}

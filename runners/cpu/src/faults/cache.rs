@@ -270,3 +270,111 @@ fn truncate(values: &[f32], format: &KvFormat, codes: &mut [u8]) {
         code.copy_from_slice(&word[..code.len()]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::{bf16_from_f32, bf16_to_f32};
+
+    use super::super::faulty::{format, with};
+    use super::*;
+
+    /// Codes of values in a format, one head's row, as a fault writes them.
+    fn written(name: &str, values: &[f32], format: &KvFormat) -> Vec<u64> {
+        let size = format.dtype.size_bytes();
+        let mut codes = vec![0; values.len() * size];
+        (with(name).cache.encode)(values, format, &mut codes);
+        codes
+            .chunks_exact(size)
+            .map(|code| code.iter().rev().fold(0, |word, b| word << 8 | u64::from(*b)))
+            .collect()
+    }
+
+    /// Values of a row of four codes as a fault reads them.
+    fn read(name: &str, codes: &[u64; 4], format: &KvFormat) -> [f32; 4] {
+        let mut values = [f32::NAN; 4];
+        let bytes: Vec<u8> =
+            codes.iter().flat_map(|code| code.to_le_bytes()[..format.dtype.size_bytes()].to_vec()).collect();
+        (with(name).cache.decode)(&bytes, format, &mut values);
+        values
+    }
+
+    #[test]
+    fn the_wrong_ranks_write() {
+        let pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 2)];
+        let writes = |name: &str| pairs.map(|(owner, member)| (with(name).cache.writes)(owner, member));
+        assert_eq!(writes("written-by-every-rank"), [true; 6]);
+        assert_eq!(writes("written-by-the-next-rank"), [false, true, true, false, true, false]);
+        assert_eq!(
+            [-1, 0, 3].map(with("padding-row-written").cache.written_request),
+            [Some(0), Some(0), Some(3)]
+        );
+        assert_eq!(with("write-spills-over").cache.overwritten_rows, 1);
+    }
+
+    #[test]
+    fn blocks_are_walked_from_the_first() {
+        let seen = with("blocks-taken-as-contiguous").cache.seen_entries;
+        assert_eq!(seen(&[5, 2, 9]), [5, 6, 7]);
+        assert_eq!(seen(&[]), Vec::<i64>::new());
+    }
+
+    #[test]
+    fn the_two_formats_of_e4m3_are_mistaken_for_each_other_and_no_other_is() {
+        let (own, other) = (format(Dtype::E4m3fn, 0.5), format(Dtype::E4m3fnuz, 0.5));
+        // 1.0, −2.0, 0.5, 0.0 in e4m3fn; half as much in e4m3fnuz
+        let codes = [0x38, 0xC0, 0x30, 0];
+        assert_eq!(read("fnuz-read-as-fn", &codes, &other), [0.5, -1.0, 0.25, 0.0]);
+        assert_eq!(read("fnuz-read-as-fn", &codes, &own), [0.5, -1.0, 0.25, 0.0]);
+        assert_eq!(read("fn-read-as-fnuz", &codes, &own), [0.25, -0.5, 0.125, 0.0]);
+        assert_eq!(read("fn-read-as-fnuz", &codes, &other), [0.25, -0.5, 0.125, 0.0]);
+        let values = [0.5, -1.0, 0.25, 0.0];
+        assert_eq!(written("written-as-the-other-e4m3", &values, &other), codes);
+        assert_eq!(written("written-as-the-other-e4m3", &values, &own), [0x40, 0xC8, 0x38, 0]);
+        assert_eq!(written("written-as-the-other-e4m3", &[2.0], &format(Dtype::E5m2, 2.0)), [0x3C]);
+    }
+
+    #[test]
+    fn the_scale_is_left_out_or_applied_again() {
+        let narrow = format(Dtype::E4m3fn, 0.5);
+        let codes = [0x38, 0xC0, 0x30, 0];
+        assert_eq!(read("scale-ignored-on-read", &codes, &narrow), [1.0, -2.0, 0.5, 0.0]);
+        assert_eq!(read("scale-applied-twice", &codes, &narrow), [0.25, -0.5, 0.125, 0.0]);
+        assert_eq!(read("rope-part-unscaled", &codes, &narrow), [0.5, -1.0, 0.5, 0.0]);
+        let wide = codes.map(|code| u64::from(bf16_from_f32(decode_f32(Dtype::E4m3fn, code))));
+        assert_eq!(read("rope-part-unscaled", &wide, &format(Dtype::Bf16, 0.5)), [0.5, -1.0, 0.5, 0.0]);
+        assert_eq!(written("scale-ignored-on-write", &[1.0, -2.0, 0.5, 0.0], &narrow), codes);
+    }
+
+    #[test]
+    fn what_is_too_large_becomes_nan() {
+        let codes = written("cast-overflows-to-nan", &[1.0, 1e6, -1e6], &format(Dtype::E4m3fn, 0.5));
+        assert_eq!(codes[0], 0x40);
+        assert!(codes[1..].iter().all(|code| decode_f32(Dtype::E4m3fn, *code).is_nan()), "{codes:x?}");
+    }
+
+    #[test]
+    fn a_cast_that_truncates_gives_the_largest_code_that_is_no_larger() {
+        for (dtype, scale) in [(Dtype::E4m3fn, 0.5f32), (Dtype::E5m2, 4.0), (Dtype::Bf16, 1.0)] {
+            let format = format(dtype, scale);
+            // exact ones, ones that are rounded up and ones that are rounded down, of either sign
+            let scaled: Vec<f32> =
+                (1..400).flat_map(|n| [n as f32 / 37.0, n as f32 / -37.0, n as f32 / 8.0]).collect();
+            let values: Vec<f32> = scaled.iter().map(|value| value * scale).collect();
+            for ((value, scaled), code) in
+                values.iter().zip(&scaled).zip(written("cast-truncates", &values, &format))
+            {
+                let magnitude = |code: u64| decode_f32(dtype, code).abs();
+                let held = magnitude(code) <= scaled.abs() && magnitude(code + 1) > scaled.abs();
+                assert!(held && decode_f32(dtype, code) * scaled >= 0.0, "{value} in {dtype} as {code:#x}");
+            }
+        }
+        assert_eq!(bf16_to_f32(written("cast-truncates", &[1.0], &format(Dtype::Bf16, 1.0))[0] as u16), 1.0);
+    }
+
+    #[test]
+    fn the_value_is_read_from_the_last_columns() {
+        let column = with("value-from-the-last-columns").cache.value_column;
+        let of = |key_dim, value_dim| column(&KvFormat { key_dim, value_dim, ..format(Dtype::Bf16, 1.0) });
+        assert_eq!([of(24, 16), of(5, 4), of(9, 3)], [8, 1, 6]);
+    }
+}

@@ -285,3 +285,97 @@ fn rows_without_empty_requests(starts: &[i32], count: usize) -> Vec<Option<RowRe
     }
     rows
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::{grids, with};
+    use super::*;
+
+    const HEALTHY: LayoutPolicies = LayoutPolicies::HEALTHY;
+
+    /// The policy that a fault replaces, among those of the layout.
+    type Chosen = fn(&LayoutPolicies) -> fn(&LayoutPolicies, &Sight) -> usize;
+
+    /// For every row of every request up to three rounds, on every rank: what a fault lets it see, and what `titled` says,
+    /// which is a length and the rank whose share of it is seen.
+    fn at_every_row(name: &str, row_of: Chosen, titled: fn(&Sight) -> (usize, usize)) {
+        let layout = with(name).layout;
+        for grid in grids() {
+            for seq_len in 0..25 {
+                for (query_len, row) in [(1, 0), (3, 0), (3, 1), (3, 2), (4, 1)] {
+                    for member in 0..grid.world {
+                        let sight = Sight { seq_len, query_len, row, member, grid };
+                        let (len, of) = titled(&sight);
+                        let share = (HEALTHY.local_len)(len, of, &grid);
+                        assert_eq!(row_of(&layout)(&layout, &sight), share, "{name}: {sight:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// Tokens up to the row's own and itself, of the request as long as it is.
+    fn up_to(s: &Sight, row: usize) -> usize {
+        (s.seq_len + row + 1).saturating_sub(s.query_len)
+    }
+
+    #[test]
+    fn causal_rows_see_the_share_of_the_length_that_the_title_names() {
+        let row_len: Chosen = |layout| layout.row_len;
+        at_every_row("committed-prefix-rows", row_len, |s| (s.seq_len.saturating_sub(s.query_len), s.member));
+        at_every_row("no-mask-between-rows", row_len, |s| (s.seq_len, s.member));
+        at_every_row("row-sees-its-successor", row_len, |s| (s.seq_len.min(up_to(s, s.row) + 1), s.member));
+        at_every_row("row-misses-itself", row_len, |s| (up_to(s, s.row).saturating_sub(1), s.member));
+        at_every_row("rows-in-reverse", row_len, |s| (up_to(s, s.query_len - 1 - s.row), s.member));
+        at_every_row("edge-on-rank-zero", row_len, |s| (up_to(s, s.row), 0));
+    }
+
+    #[test]
+    fn draft_rows_see_the_share_of_the_length_that_the_title_names() {
+        let draft_len: Chosen = |layout| layout.draft_len;
+        at_every_row("draft-block-causal", draft_len, |s| (up_to(s, s.row), s.member));
+        at_every_row("draft-block-unseen", draft_len, |s| (s.seq_len.saturating_sub(s.query_len), s.member));
+        at_every_row("draft-length-of-rank-zero", draft_len, |s| (s.seq_len, 0));
+        at_every_row("draft-misses-the-last-token", draft_len, |s| (s.seq_len.saturating_sub(1), s.member));
+    }
+
+    #[test]
+    fn a_trim_on_the_rank_takes_the_hidden_rows_from_its_share() {
+        let layout = with("local-causal-trim").layout;
+        for grid in grids() {
+            for (seq_len, row, member) in
+                (4..25).flat_map(|len| (0..4).map(move |row| (len, row, row % grid.world)))
+            {
+                let sight = Sight { seq_len, query_len: 4, row, member, grid };
+                let share = (HEALTHY.local_len)(seq_len, member, &grid);
+                assert_eq!((layout.row_len)(&layout, &sight), share.saturating_sub(3 - row), "{sight:?}");
+            }
+        }
+    }
+
+    /// `(request, row, rows of the request)` of each row, `None` for padding.
+    fn dealt(name: &str, starts: &[i32], count: usize) -> Vec<Option<(usize, usize, usize)>> {
+        let rows = (with(name).layout.rows)(starts, count);
+        rows.into_iter().map(|row| row.map(|row| (row.request, row.row, row.query_len))).collect()
+    }
+
+    #[test]
+    fn rows_are_dealt_as_the_title_says() {
+        let row = |request, row, query_len| Some((request, row, query_len));
+        // requests of 3, 0 and 1 rows, and three rows of padding: 7 rows of 3 requests are taken for 2 each
+        let starts = [0, 3, 3, 4];
+        assert_eq!(
+            dealt("uniform-query-length", &starts, 7),
+            [row(0, 0, 2), row(0, 1, 2), row(1, 0, 2), row(1, 1, 2), row(2, 0, 2), row(2, 1, 2), None]
+        );
+        let real = [row(0, 0, 3), row(0, 1, 3), row(0, 2, 3), row(1, 0, 1)];
+        assert_eq!(dealt("empty-request-shifts-rows", &starts, 4), real);
+        assert_eq!(
+            dealt("empty-request-shifts-rows", &[0, 0, 0, 1, 3], 3),
+            [row(0, 0, 1), row(1, 0, 2), row(1, 1, 2)]
+        );
+        let last = row(2, 0, 1);
+        let padded = [row(0, 0, 3), row(0, 1, 3), row(0, 2, 3), last, last, last];
+        assert_eq!(dealt("padding-rows-attend", &starts, 6), padded);
+    }
+}

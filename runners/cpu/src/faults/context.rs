@@ -215,7 +215,85 @@ fn unguarded(prefix: f32, suffix: f32) -> StateWeights {
 
 #[cfg(test)]
 mod tests {
+    use super::super::faulty::{grids, with};
     use super::*;
+    use crate::chunks::{ChunkPlan, GatheredRow};
+    use crate::grid::Grid;
+
+    const EMPTY: f32 = f32::NEG_INFINITY;
+
+    #[test]
+    fn wrong_plans_leave_out_or_repeat_what_their_titles_say() {
+        // several windows, one window, and none of whole virtual blocks
+        for (cached, budget) in [([70, 5, 0], 24), ([70, 5, 0], 1000), ([3, 2, 0], 1)] {
+            for grid in grids() {
+                let healthy = plan(&cached, budget, &grid);
+                let planned = |name: &str| (with(name).context.plan)(&cached, budget, &grid);
+                let several = healthy.windows.len() > 1;
+                let kept = healthy.windows.len() - usize::from(several);
+                let first = ChunkPlan { windows: healthy.windows[..kept].to_vec(), ..healthy.clone() };
+                assert_eq!(planned("last-chunk-skipped"), first);
+                let early =
+                    |(index, w): (usize, &std::ops::Range<usize>)| w.start - usize::from(index > 0)..w.end;
+                let windows = healthy.windows.iter().enumerate().map(early).collect();
+                assert_eq!(planned("chunks-overlap"), ChunkPlan { windows, ..healthy.clone() });
+                let whole = |len: usize| len - len % (grid.block * grid.world);
+                let padded = cached.iter().map(|len| whole(*len) / grid.world).collect();
+                assert_eq!(planned("context-rounded-down"), ChunkPlan { padded, ..healthy });
+            }
+        }
+    }
+
+    #[test]
+    fn rows_are_kept_found_and_seen_as_the_titles_say() {
+        assert_eq!((with("chunk-padding-kept").context.kept)(3, 8, &(0..8)), 8);
+        let page = with("context-page-of-virtual-block").context.page;
+        let grid = Grid { world: 3, interleave: 1, block: 4 };
+        assert_eq!(
+            [0, 5, 11, 12, 30].map(|local| page(local, &grid)),
+            [(0, 0), (0, 1), (0, 3), (1, 0), (2, 2)]
+        );
+        let source = with("reorg-forgets-earlier-requests").context.source;
+        let at = GatheredRow { member: 2, before: 4, row: 3, sent: 10, world: 3 };
+        assert_eq!(source(&at), 23, "two members of ten rows each, then the third row");
+        let masked = with("context-masked-in-gather-order").context.visible;
+        assert_eq!([0, 1, 2].map(|row| masked(9, row, 3)), [7, 8, 9]);
+        assert_eq!([0, 1].map(|row| masked(1, row, 3)), [0, 0]);
+        let new = |name: &str| [0, 1, 2].map(|row| (with(name).context.visible_new)(row, 3));
+        assert_eq!(new("suffix-not-causal"), [3, 3, 3]);
+        assert_eq!(new("suffix-misses-itself"), [0, 1, 2]);
+    }
+
+    #[test]
+    fn one_of_two_states_is_lost_or_counted_as_the_titles_say() {
+        let chunk = with("chunk-replaces-earlier-chunks").context.merge_chunk;
+        assert_eq!(chunk(1.0, 2.0), StateWeights { prefix: 0.0, suffix: 1.0, lse: 2.0 });
+        assert_eq!(chunk(1.0, EMPTY), StateWeights { prefix: 0.0, suffix: 0.0, lse: EMPTY });
+        assert_eq!((with("chunk-merge-in-base-2").context.merge_chunk)(1.0, 3.0), merge_in_base_2(1.0, 3.0));
+        let suffix = |name: &str, a: f32, b: f32| (with(name).context.merge_suffix)(a, b);
+        assert_eq!(suffix("suffix-merge-in-base-2", 1.0, 3.0), merge_in_base_2(1.0, 3.0));
+        // twice the suffix is a suffix that is larger by log 2
+        let twice = suffix("suffix-merged-twice", 1.0, 0.5);
+        assert!((twice.lse - (1f32.exp() + 2.0 * 0.5f32.exp()).ln()).abs() < 1e-6, "{twice:?}");
+        assert!(
+            (twice.prefix - (1.0 - twice.lse).exp()).abs() < 1e-6
+                && (twice.prefix + twice.suffix - 1.0).abs() < 1e-6
+        );
+        assert_eq!(suffix("suffix-merged-twice", 1.0, EMPTY), merge_two(1.0, EMPTY));
+        assert_eq!(suffix("prefix-dropped", 1.0, 3.0), StateWeights { prefix: 0.0, suffix: 1.0, lse: 3.0 });
+        assert_eq!(suffix("prefix-dropped", 1.0, EMPTY), merge_two(1.0, EMPTY));
+        let prefix = suffix("state-lse-of-the-prefix", 1.0, 3.0);
+        assert_eq!(prefix, StateWeights { lse: 1.0, ..merge_two(1.0, 3.0) });
+    }
+
+    #[test]
+    fn a_state_of_infinite_lse_takes_all_the_weight() {
+        let infinite = f32::INFINITY;
+        let merge = with("infinite-lse-of-a-state-kept").context.merge_suffix;
+        assert_eq!(merge(infinite, 1.0), StateWeights { prefix: 1.0, suffix: 0.0, lse: infinite });
+        assert_eq!(merge(1.0, infinite), StateWeights { prefix: 0.0, suffix: 1.0, lse: infinite });
+        assert_eq!(merge(1.0, 3.0), merge_two(1.0, 3.0));
+    }
 
     #[test]
     fn wrong_merges_of_two_states_are_wrong_as_their_titles_say() {
@@ -226,7 +304,8 @@ mod tests {
         near(binary.suffix, (3.0 - binary.lse).exp2());
         let plain = unguarded(1.0, 3.0);
         near(plain.lse, (1f32.exp() + 3f32.exp()).ln());
-        near(plain.prefix + plain.suffix, 1.0);
+        near(plain.prefix, (1.0 - plain.lse).exp());
+        near(plain.suffix, (3.0 - plain.lse).exp());
         let nothing = unguarded(f32::NEG_INFINITY, f32::NEG_INFINITY);
         assert!(nothing.lse.is_nan(), "nothing guards two states that hold nothing");
         let second = only_second(2.0);

@@ -155,3 +155,60 @@ fn ignore_strides(tensor: &Tensor) -> Vec<f32> {
     let flat = Tensor::new(tensor.dtype(), tensor.shape().to_vec(), tensor.bytes()[..needed].to_vec());
     flat.map_or_else(|_| tensor.to_f32(), |flat| flat.to_f32())
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::Dtype;
+
+    use super::super::faulty::with;
+    use super::*;
+    use crate::chunks::GatheredRow;
+
+    #[test]
+    fn blocks_go_to_the_member_that_the_title_names() {
+        let sent = |name: &str, world: usize| -> Vec<usize> {
+            (0..world).map(|member| (with(name).merge.sent_block)(member, world)).collect()
+        };
+        assert_eq!(sent("exchange-swaps-two-ranks", 1), [0], "nobody to swap with");
+        assert_eq!(sent("exchange-swaps-two-ranks", 4), [1, 0, 2, 3]);
+        let scattered = with("reduce-scatter-by-the-next-rank").merge.scattered_block;
+        assert_eq!([0, 1, 2].map(|member| scattered(member, 3)), [1, 2, 0]);
+    }
+
+    #[test]
+    fn the_reduction_counts_the_ranks_that_the_title_names() {
+        assert_eq!((with("reduce-scatter-averages").merge.reduced)(4), 0.25);
+        let order = with("reduce-scatter-leaves-out-a-rank").merge.reduce_order;
+        assert_eq!([1, 2, 4].map(|world| order(0, world)), [vec![0], vec![0], vec![0, 1, 2]]);
+        assert_eq!((with("lse-gathered-in-reverse").merge.lse_order)(3), [2, 1, 0]);
+        let enters = with("one-rank-skips-the-lse-gather").merge.enters_lse_gather;
+        assert_eq!([0, 1, 2].map(|member| enters(member, 3)), [true, true, false]);
+    }
+
+    #[test]
+    fn the_first_rank_alone_changes_its_order_from_call_to_call() {
+        let order = with("reduce-scatter-in-changing-order").merge.reduce_order;
+        let mut calls: Vec<Vec<usize>> = (0..4).map(|_| order(0, 3)).collect();
+        assert_eq!(calls[0], calls[2], "every second call is alike");
+        assert_eq!(calls[1], calls[3]);
+        calls.sort();
+        assert_eq!(calls, [[0, 1, 2], [0, 1, 2], [2, 1, 0], [2, 1, 0]]);
+        assert!((0..4).all(|_| order(1, 3) == [0, 1, 2]));
+    }
+
+    #[test]
+    fn a_gathered_context_is_read_with_the_rank_as_its_fastest_axis() {
+        let at = GatheredRow { member: 2, before: 4, row: 3, sent: 10, world: 3 };
+        assert_eq!((with("gathered-context-token-major").context.source)(&at), 23);
+        let enters = with("rank-without-context-skips-the-gather").context.enters_gather;
+        assert_eq!([0, 1, 9].map(enters), [false, true, true]);
+    }
+
+    #[test]
+    fn strides_are_ignored() {
+        let bytes = Tensor::from_f32(Dtype::F32, &[6], &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]).bytes().to_vec();
+        let swapped = Tensor::view(Dtype::F32, vec![3, 2], vec![1, 3], bytes).unwrap();
+        assert_eq!(swapped.to_f32(), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
+        assert_eq!(ignore_strides(&swapped), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
+    }
+}

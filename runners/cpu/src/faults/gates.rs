@@ -181,3 +181,117 @@ fn judge_of(id: &str, facts: &mut crate::rules::Facts) -> Outcome {
     let rule = rules(RuleSetName::Atom).into_iter().find(|rule| rule.id == id);
     rule.map_or(Outcome::Pass, |rule| (rule.judge)(facts))
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_engine::Settings;
+
+    use super::super::faulty;
+    use super::*;
+    use crate::rules::Facts;
+
+    fn ids(rules: &[Rule]) -> Vec<&'static str> {
+        rules.iter().map(|rule| rule.id).collect()
+    }
+
+    /// What a rule of a fault says of settings.
+    fn judged(rule: &Rule, set: RuleSetName, settings: &Settings) -> Outcome {
+        (rule.judge)(&mut Facts::read(set, settings).unwrap())
+    }
+
+    #[test]
+    fn the_rules_that_are_named_are_forgotten_and_no_other_is() {
+        for (name, forgotten) in [
+            ("straddled-blocks-accepted", &["interleave-fits-block"][..]),
+            ("indivisible-group-accepted", &["dcp-divides-tp"]),
+            ("drafts-on-gfx942-accepted", &["drafts-need-gfx950"]),
+            ("interleaved-drafts-accepted", &["interleave-without-drafts"]),
+            ("unknown-backend-accepted", &["known-comm-backend"]),
+            ("pcp-limits-forgotten", &["pcp-limits", "pcp-without-dp-attention", "pcp-needs-runner-v2"]),
+            ("sharded-transfer-accepted", &["kv-transfer-needs-block-interleave"]),
+            ("query-replication-kept-under-drafts", &["query-replication-without-drafts"]),
+            ("mxfp4-kept", &["query-replication-without-mxfp4", "project-before-merge-without-mxfp4"]),
+            ("overlap-kept-without-merge", &["tbo-under-pcp"]),
+            ("unreplicated-kv-heads-accepted", &["gqa-kv-replication"]),
+            ("draft-left-out-of-the-gate", &["gqa-kv-replication-of-draft"]),
+            ("attention-without-lse-accepted", &["dcp-needs-decode-lse"]),
+            ("runner-without-groups-accepted", &["dcp-needs-runner-v1", "runner-v2-pcp-or-dcp"]),
+            ("dynamic-speculation-accepted", &["dcp-without-dynamic-speculation"]),
+            ("replicated-indexer-of-a-part-accepted", &["replicated-indexer"]),
+            ("sparse-interleave-kept", &["sparse-forces-block-interleave"]),
+            ("sparse-offload-accepted", &["sparse-offload-without-sharding"]),
+        ] {
+            let mut found = 0;
+            for set in RuleSetName::ALL {
+                let kept = ids(&(faulty::with(name).gates.rules)(set));
+                let all = ids(&rules(set));
+                let expected: Vec<_> = all.iter().copied().filter(|id| !forgotten.contains(id)).collect();
+                assert_eq!(kept, expected, "{name} in {set}");
+                found += all.len() - expected.len();
+            }
+            assert!(found >= forgotten.len(), "{name} forgets rules that exist");
+        }
+    }
+
+    #[test]
+    fn a_rule_that_refuses_too_much_stands_before_all_others() {
+        let sized = |dcp: i64| {
+            Settings::new().with("tensor_parallel_size", dcp).with("decode_context_parallel_size", dcp)
+        };
+        let backend = |dcp: i64, name: &str| sized(dcp).with("dcp_comm_backend", name);
+        let drafts = |dcp: i64| sized(dcp).with("speculative_tokens", 2);
+        let cases = [
+            (
+                "odd-worlds-refused",
+                vec![(sized(3), true), (sized(4), false), (sized(1), false), (sized(6), true)],
+            ),
+            (
+                "default-exchange-refused-without-a-group",
+                vec![(backend(1, "a2a"), true), (backend(1, "ag_rs"), false), (backend(2, "a2a"), false)],
+            ),
+            (
+                "drafts-refused-everywhere",
+                vec![(drafts(2), true), (drafts(1), false), (sized(2), false), (sized(1), false)],
+            ),
+        ];
+        for (name, cases) in cases {
+            for set in RuleSetName::ALL {
+                let changed = (faulty::with(name).gates.rules)(set);
+                assert_eq!(ids(&changed)[1..], ids(&rules(set)), "{name} in {set}");
+                for (settings, refused) in &cases {
+                    let outcome = judged(&changed[0], set, settings);
+                    assert_eq!(
+                        matches!(outcome, Outcome::Reject(_)),
+                        *refused,
+                        "{name}: {settings:?} in {set}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn mxfp4_is_looked_at_under_an_interleave_size_above_one_alone() {
+        let set = RuleSetName::Atom;
+        let changed = (faulty::with("mxfp4-gate-nested-under-interleave").gates.rules)(set);
+        assert_eq!(ids(&changed), ids(&rules(set)));
+        for interleave in [1, 2, 4] {
+            let settings = Settings::new()
+                .with("tensor_parallel_size", 8)
+                .with("decode_context_parallel_size", 8)
+                .with("cp_kv_cache_interleave_size", interleave)
+                .with("mxfp4", true);
+            for (changed, rule) in changed.iter().zip(rules(set)) {
+                let skipped = rule.id == "query-replication-without-mxfp4" && interleave == 1;
+                let expected = if skipped { Outcome::Pass } else { judged(&rule, set, &settings) };
+                assert_eq!(judged(changed, set, &settings), expected, "{} at {interleave}", rule.id);
+            }
+        }
+        let named = rules(set).into_iter().find(|rule| rule.id == "query-replication-without-mxfp4").unwrap();
+        let mxfp4 = Settings::new()
+            .with("tensor_parallel_size", 8)
+            .with("decode_context_parallel_size", 8)
+            .with("mxfp4", true);
+        assert!(matches!(judged(&named, set, &mxfp4), Outcome::Disable(..)), "the rule has something to say");
+    }
+}

@@ -187,12 +187,97 @@ fn fold_in_turn(row: &[f32], dim: usize, width: usize) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use super::super::faulty::with;
     use super::*;
+    use crate::communicator::{Ranks, run_ranks};
+    use crate::grid::Grid;
+    use crate::query::{HeadShape, select_heads};
+
+    #[test]
+    fn heads_of_another_group_or_rank_are_taken() {
+        let group = with("every-group-takes-the-first").query.first_group_head;
+        assert_eq!([0, 1, 2].map(|index| group(index, 2, 3)), [0; 3]);
+        let own = with("own-heads-of-the-next-rank").query.first_own_head;
+        assert_eq!([(0, 0), (1, 1), (2, 0), (3, 1)].map(|(rank, member)| own(rank, member, 3)), [3, 3, 9, 9]);
+        assert_eq!([0, 1, 5].map(|head| (with("one-kv-head-for-all").kernel.kv_head)(head, 6, 3)), [0; 3]);
+    }
+
+    #[test]
+    fn gathered_heads_are_dealt_in_turn_over_the_ranks() {
+        // two groups of three ranks, two heads each, of width two
+        let shape = HeadShape { rows: 2, own: 2, total: 12, dim: 2 };
+        let query: Vec<u16> = (0..2 * 12 * 2).collect();
+        let ranks = Ranks { count: 6, world: 3, timeout: Duration::from_secs(5) };
+        let gather = with("heads-dealt-in-turn").query.gather;
+        let gathered =
+            run_ranks(ranks, |link| gather(link, select_heads(&query, shape, link.rank * 2, 2), shape))
+                .unwrap();
+        for (rank, seen) in gathered.results.iter().enumerate() {
+            let first = rank / 3 * 6;
+            // the first heads of all ranks, then the second ones
+            let expected: Vec<u16> = (0..2)
+                .flat_map(|row| [0, 2, 4, 1, 3, 5].map(|head| (row * 12 + first + head) * 2))
+                .flat_map(|at| [at as u16, at as u16 + 1])
+                .collect();
+            assert_eq!(*seen, expected, "rank {rank}");
+        }
+    }
+
+    #[test]
+    fn heads_are_folded_in_turn_and_filled_up_with_zeros() {
+        let folded = fold_in_turn(&[0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5], 2, 6);
+        assert_eq!(folded, [0.0, 0.5, 2.0, 2.5, 4.0, 4.5, 1.0, 1.5, 3.0, 3.5, 0.0, 0.0]);
+    }
+
+    #[test]
+    fn blocks_of_heads_go_to_the_member_that_the_title_names() {
+        let blocks = |of: fn(usize, usize) -> usize| [0, 1, 2].map(|member| of(member, 3));
+        assert_eq!(blocks(with("heads-rotated-after-the-merge").merge.head_place), [1, 2, 0]);
+        assert_eq!(blocks(with("exchange-in-reverse").merge.sent_block), [2, 1, 0]);
+        assert_eq!(blocks(with("exchange-sends-the-first-block").merge.sent_block), [0, 0, 0]);
+        assert_eq!(blocks(with("reduce-scatter-by-the-previous-rank").merge.scattered_block), [2, 0, 1]);
+        assert_eq!((with("reduce-scatter-keeps-its-own").merge.reduce_order)(2, 3), [2]);
+        assert_eq!((with("reduce-scatter-scaled-by-the-world").merge.reduced)(3), 3.0);
+    }
+
+    #[test]
+    fn an_output_travels_with_the_lse_that_the_title_names() {
+        // three rows of two heads
+        let of = |name: &str| -> Vec<usize> { (0..6).map(|i| (with(name).merge.lse_of)(i, 3, 2)).collect() };
+        assert_eq!(of("lse-of-the-next-row"), [2, 3, 4, 5, 0, 1]);
+        assert_eq!(of("lse-read-head-major"), [0, 3, 1, 4, 2, 5]);
+    }
+
+    #[test]
+    fn every_weight_is_zero_and_the_lse_as_it_was() {
+        let (mut weights, mut healthy) = ([f32::NAN; 2], [0.0; 2]);
+        let lse = (with("output-all-zero").merge.combine)(&[0.5, 2.0], &mut weights);
+        assert_eq!((lse, weights), (merge::combine(&[0.5, 2.0], &mut healthy), [0.0; 2]));
+    }
+
+    #[test]
+    fn a_plan_that_divides_by_whole_blocks_has_none_for_a_short_context() {
+        let plan = with("plan-divides-by-whole-blocks").context.plan;
+        let grid = Grid { world: 3, interleave: 1, block: 4 };
+        // 30 tokens are two whole virtual blocks, 13 are one: the smaller share of the budget is that of the longer
+        assert_eq!(plan(&[30, 13], 24, &grid), crate::chunks::plan(&[30, 13], 24, &grid));
+        let short =
+            std::panic::catch_unwind(|| plan(&[30, 11], 24, &Grid { world: 3, interleave: 1, block: 4 }));
+        assert!(short.is_err(), "eleven tokens are no whole virtual block");
+    }
 
     #[test]
     fn a_transposed_head_is_read_column_by_column() {
         let tensor =
             Tensor::from_f32(shardcheck_formats::Dtype::F32, &[1, 2, 3], &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
         assert_eq!(transposed(&tensor), [0.0, 2.0, 4.0, 1.0, 3.0, 5.0]);
+        let two = Tensor::from_f32(
+            shardcheck_formats::Dtype::F32,
+            &[2, 2, 3],
+            &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0],
+        );
+        assert_eq!(transposed(&two)[6..], [10.0, 12.0, 14.0, 11.0, 13.0, 15.0]);
     }
 }

@@ -221,7 +221,90 @@ fn repeat_each_head(row: &[f32], dim: usize, width: usize) -> Vec<f32> {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
+    use shardcheck_engine::EngineError;
+
+    use super::super::faulty::with;
     use super::*;
+    use crate::communicator::{Ranks, run_ranks};
+    use crate::query::select_heads;
+
+    // two rows of two groups of two ranks, of two heads each and width one: head h of row t is 10·t + h
+    const SHAPE: HeadShape = HeadShape { rows: 2, own: 2, total: 8, dim: 1 };
+
+    /// The heads that a fault gives to each of `count` ranks in groups of `world`.
+    fn gathered(name: &str, count: usize, world: usize) -> Result<Vec<Vec<u16>>, EngineError> {
+        let query: Vec<u16> = (0..2).flat_map(|row| (0..8).map(move |head| 10 * row + head)).collect();
+        let gather = with(name).query.gather;
+        let ranks = Ranks { count, world, timeout: Duration::from_millis(50) };
+        let run =
+            run_ranks(ranks, |link| gather(link, select_heads(&query, SHAPE, link.rank * 2, 2), SHAPE))?;
+        Ok(run.results)
+    }
+
+    #[test]
+    fn queries_are_gathered_as_the_titles_say() {
+        let of = |name: &str, rank: usize| gathered(name, 4, 2).unwrap()[rank].clone();
+        assert_eq!(of("query-not-gathered", 1), [2, 3, 2, 3, 12, 13, 12, 13]);
+        assert_eq!(of("gathered-query-not-transposed", 0), [0, 1, 10, 11, 2, 3, 12, 13]);
+        assert_eq!(of("query-gathered-in-reverse", 2), [6, 7, 4, 5, 16, 17, 14, 15]);
+        for name in ["query-not-gathered", "gathered-query-not-transposed", "query-gathered-in-reverse"] {
+            assert_eq!(
+                gathered(name, 2, 1).unwrap()[1],
+                [2, 3, 12, 13],
+                "{name}: a world of one has its own"
+            );
+        }
+    }
+
+    #[test]
+    fn the_last_rank_of_a_group_alone_keeps_out_of_the_gather() {
+        let name = "one-rank-skips-the-query-gather";
+        assert_eq!(gathered(name, 2, 1).unwrap()[1], [2, 3, 12, 13], "a world of one has nobody to wait for");
+        match gathered(name, 2, 2) {
+            Err(EngineError::Timeout { .. }) => {}
+            other => panic!("the peers wait: {other:?}"),
+        }
+        // what the last rank goes on with, and which ranks go in
+        let gather = with(name).query.gather;
+        let ranks = Ranks { count: 2, world: 2, timeout: Duration::from_millis(50) };
+        let last = std::sync::Mutex::new(None);
+        let run = run_ranks(ranks, |link| {
+            let seen = gather(link, vec![4, 5, 14, 15], SHAPE);
+            if link.member == 1 {
+                *last.lock().unwrap() = seen.as_ref().ok().cloned();
+            }
+            seen
+        });
+        assert!(run.is_err());
+        assert_eq!(last.into_inner().unwrap().unwrap(), [4, 5, 4, 5, 14, 15, 14, 15]);
+    }
+
+    #[test]
+    fn heads_are_counted_from_where_the_title_says() {
+        let own = with("own-heads-by-place-in-group").query.first_own_head;
+        assert_eq!([(0, 0), (1, 1), (2, 0), (3, 1)].map(|(rank, member)| own(rank, member, 3)), [0, 3, 0, 3]);
+        let replicated = with("replicated-heads-of-the-previous-rank").query.first_group_head;
+        // the second group of three ranks of four heads begins at head 12, one rank's heads early at 8
+        assert_eq!([replicated(0, 3, 4), replicated(1, 3, 4), replicated(2, 3, 4)], [0, 8, 20]);
+        let projected = with("up-projection-of-own-heads").query.projected_head;
+        let of_the_second = [0, 1, 2, 3, 4, 5].map(|head| projected(12, head, 2, 1));
+        assert_eq!(of_the_second, [14, 15, 14, 15, 14, 15]);
+    }
+
+    #[test]
+    fn heads_are_padded_stripped_and_placed_as_the_titles_say() {
+        assert_eq!((with("output-stripped-from-the-end").kernel.first_kept_head)(16, 12), 4);
+        assert_eq!((with("lse-stripped-from-the-end").kernel.first_kept_lse)(16, 12), 4);
+        assert_eq!((with("kernel-runs-unpadded").kernel.kernel_heads)(24, &[16, 32, 64]), 24);
+        let widest = with("kernel-width-too-wide").kernel.kernel_heads;
+        assert_eq!([24, 64, 65].map(|heads| widest(heads, &[16, 32, 64])), [64, 64, 65]);
+        let kv_head = with("kv-head-by-modulo").kernel.kv_head;
+        assert_eq!([0, 1, 2, 3, 4, 5].map(|head| kv_head(head, 6, 3)), [0, 1, 2, 0, 1, 2]);
+        let place = with("heads-swapped-after-the-merge").merge.head_place;
+        assert_eq!([0, 1, 2].map(|head| place(head, 3)), [2, 1, 0]);
+    }
 
     #[test]
     fn repeated_heads_stand_beside_each_other_up_to_the_width() {

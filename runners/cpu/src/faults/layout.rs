@@ -313,3 +313,158 @@ fn length_of_full_round(len: usize, member: usize, grid: &Grid) -> usize {
     let own = rest.saturating_sub(member * grid.interleave).min(grid.interleave);
     len / grid.round_tokens() * grid.interleave + own
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::{grids, with};
+    use crate::grid::{Grid, LayoutPolicies};
+
+    const HEALTHY: LayoutPolicies = LayoutPolicies::HEALTHY;
+
+    /// Positions up to several rounds of each layout, in each of which `seen` is what `titled` makes of the published value.
+    fn at_every_position(
+        name: &str,
+        seen: fn(&LayoutPolicies, usize, &Grid) -> usize,
+        titled: fn(usize, &Grid) -> usize,
+    ) {
+        let layout = with(name).layout;
+        for grid in grids() {
+            for position in 0..60 {
+                assert_eq!(
+                    seen(&layout, position, &grid),
+                    titled(position, &grid),
+                    "{name}: {position} in {grid:?}"
+                );
+            }
+        }
+    }
+
+    fn at_every_length(name: &str, titled: fn(usize, usize, &Grid) -> usize) {
+        let local_len = with(name).layout.local_len;
+        for grid in grids() {
+            for (len, member) in (0..60).flat_map(|len| (0..grid.world).map(move |member| (len, member))) {
+                let (seen, titled) = (local_len(len, member, &grid), titled(len, member, &grid));
+                assert_eq!(seen, titled, "{name}: {len} on {member} in {grid:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_lengths_are_the_published_ones_of_another_length_or_rank() {
+        let len = HEALTHY.local_len;
+        assert_eq!(len(37, 1, &grids()[2]), 12, "the published value that the titles are measured by");
+        at_every_length("length-of-full-round", |l, r, g| {
+            let whole = l > 0 && l % g.round_tokens() == 0;
+            (HEALTHY.local_len)(l, r, g) + if whole { g.interleave } else { 0 }
+        });
+        at_every_length("length-rounded-up-on-every-rank", |l, _, g| {
+            (HEALTHY.local_len)(l.next_multiple_of(g.round_tokens()), 0, g)
+        });
+        at_every_length("length-without-the-last-round", |l, r, g| {
+            (HEALTHY.local_len)(l - l % g.round_tokens(), r, g)
+        });
+        at_every_length("length-off-by-the-rank", |l, r, g| match r + 1 == g.world {
+            true => (HEALTHY.local_len)(l - l % g.round_tokens(), r, g),
+            false => (HEALTHY.local_len)(l, r + 1, g),
+        });
+        at_every_length("length-ignores-interleave", |l, r, g| {
+            (HEALTHY.local_len)(l, r, &Grid { interleave: 1, ..*g })
+        });
+    }
+
+    #[test]
+    fn wrong_owners_and_indices_are_the_published_ones_of_another_layout() {
+        at_every_position(
+            "owner-by-block",
+            |l, p, g| (l.owner)(p, g),
+            |p, g| (HEALTHY.owner)(p, &Grid { interleave: g.block, ..*g }),
+        );
+        at_every_position(
+            "owner-rotated",
+            |l, p, g| (l.owner)(p, g),
+            |p, g| {
+                // position 0 belongs to the last rank, the run behind it to the first
+                (HEALTHY.owner)(p, g).checked_sub(1).unwrap_or(g.world - 1)
+            },
+        );
+        at_every_position(
+            "local-index-of-token-interleave",
+            |l, p, g| (l.local_index)(p, g),
+            |p, g| (HEALTHY.local_index)(p, &Grid { interleave: 1, ..*g }),
+        );
+        at_every_position(
+            "local-index-without-offset",
+            |l, p, g| (l.local_index)(p, g),
+            |p, g| (HEALTHY.local_index)(p - p % g.interleave, g),
+        );
+        at_every_position("local-index-is-global", |l, p, g| (l.local_index)(p, g), |p, _| p);
+        at_every_position(
+            "slot-by-physical-block",
+            |l, p, g| (l.table_entry)(p, g),
+            |p, g| (HEALTHY.table_entry)(p, &Grid { world: 1, ..*g }),
+        );
+    }
+
+    #[test]
+    fn wrong_pages_keep_the_offset_and_miss_the_entry() {
+        let (trimmed, of_virtual) =
+            (with("block-table-trimmed").layout.page, with("page-of-virtual-block").layout.page);
+        for grid in grids() {
+            let virtual_block = grid.block * grid.world;
+            for count in 1..60_usize {
+                let entries = count.div_ceil(virtual_block);
+                for local in 0..count {
+                    let (entry, offset) = (HEALTHY.page)(local, count, &grid);
+                    assert_eq!(
+                        trimmed(local, count, &grid),
+                        (entry.min(entries - 1), offset),
+                        "{local} of {count}"
+                    );
+                    let (entry, _) = (HEALTHY.page)(local, count, &Grid { block: virtual_block, ..grid });
+                    assert_eq!(of_virtual(local, count, &grid), (entry, offset), "{local} of {count}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn block_ids_that_are_shifted_stay_within_the_cache() {
+        let block_id = with("block-ids-shifted").layout.block_id;
+        assert_eq!([0, 1, 2, 3].map(|id| block_id(id, 4)), [1, 2, 3, 0]);
+    }
+
+    #[test]
+    fn wrong_units_are_those_that_their_titles_name() {
+        let grid = |block| Grid { world: 3, interleave: 1, block };
+        assert_eq!((with("virtual-block-of-one-rank").layout.virtual_block)(&grid(8)), 8);
+        assert_eq!((with("hash-unit-of-one-rank").layout.hash_unit)(&grid(8)), 8);
+        let any = with("sub-page-of-any-size").layout.sub_page;
+        assert_eq!([1, 12, 96, 256].map(|block| any(&grid(block))), [1, 12, 96, 128]);
+        let halved = with("sub-page-halved").layout.sub_page;
+        assert_eq!([1, 12, 96, 256, 1536].map(|block| halved(&grid(block))), [1, 2, 16, 64, 64]);
+        let unscaled = with("sub-page-ids-unscaled").layout.sub_page_id;
+        assert_eq!(
+            [unscaled(7, 0, 2), unscaled(7, 1, 2), unscaled(7, 3, 4)],
+            [7, 8, 10],
+            "counted on from the block"
+        );
+        assert_eq!(unscaled(7, 0, 1), 8, "where a block is one page, it is the page behind it");
+    }
+
+    #[test]
+    fn wrong_numbers_of_blocks_leave_out_what_their_titles_say() {
+        at_every_position(
+            "blocks-rounded-down",
+            |l, len, g| (l.blocks_needed)(len, g),
+            |len, g| (HEALTHY.blocks_needed)(len - len % (g.block * g.world), g),
+        );
+        at_every_position(
+            "blocks-by-average-share",
+            |l, len, g| (l.blocks_needed)(len, g),
+            |len, g| {
+                let share = len / g.world;
+                (HEALTHY.blocks_needed)(share, &Grid { world: 1, ..*g })
+            },
+        );
+    }
+}

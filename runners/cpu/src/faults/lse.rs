@@ -339,6 +339,7 @@ fn denominator_of_two(lses: &[f32], weights: &mut [f32]) -> f32 {
 
 #[cfg(test)]
 mod tests {
+    use super::super::faulty::with;
     use super::*;
 
     const LSES: [f32; 3] = [0.5, f32::NEG_INFINITY, 2.0];
@@ -362,5 +363,98 @@ mod tests {
         let binary = (0.5f32.exp2() + 2f32.exp2()).log2();
         assert_near(merged(base_2), [(0.5 - binary).exp2(), 0.0, (2.0 - binary).exp2()], binary);
         assert_near(merged(unshifted), [(0.5 - natural).exp(), 0.0, (2.0 - natural).exp()], natural);
+    }
+
+    /// Merged LSE and weights that a fault gives to three ranks, the second of them empty.
+    fn merged_by(name: &str) -> (Vec<f32>, f32) {
+        merged(with(name).merge.combine)
+    }
+
+    #[test]
+    fn the_merge_of_a_fault_is_the_one_that_its_title_names() {
+        let (healthy, natural) = merged(merge::combine);
+        let healthy = [healthy[0], healthy[1], healthy[2]];
+        assert_near(merged_by("ranks-averaged"), [0.5, 0.0, 0.5], natural);
+        assert_near(merged_by("weights-not-normalised"), [(-1.5f32).exp(), 0.0, 1.0], natural);
+        assert_near(merged_by("merged-lse-is-the-maximum"), healthy, 2.0);
+        assert_near(merged_by("merged-lse-of-the-first-rank"), healthy, 0.5);
+        assert_near(merged_by("largest-rank-takes-all"), [0.0, 0.0, 1.0], natural);
+        assert_near(merged_by("n-way-merge-counts-two"), [1.0, 0.0, 1.5f32.exp()], 0.5);
+    }
+
+    #[test]
+    fn ranks_that_are_all_empty_stay_empty_where_the_title_names_none_of_them() {
+        for name in
+            ["merge-in-base-2", "merge-without-maximum", "largest-rank-takes-all", "n-way-merge-counts-two"]
+        {
+            let mut weights = [f32::NAN; 3];
+            let lse = (with(name).merge.combine)(&[f32::NEG_INFINITY; 3], &mut weights);
+            assert_eq!((lse, weights), (f32::NEG_INFINITY, [0.0; 3]), "{name}");
+        }
+        // the first two states alone hold nothing: the third is taken as published
+        let (mut weights, lses) = ([f32::NAN; 3], [f32::NEG_INFINITY, f32::NEG_INFINITY, 2.0]);
+        assert_eq!((denominator_of_two(&lses, &mut weights), weights), (2.0, [0.0, 0.0, 1.0]));
+    }
+
+    #[test]
+    fn of_two_largest_ranks_the_first_takes_all() {
+        let mut weights = [f32::NAN; 3];
+        let lse = (with("largest-rank-takes-all").merge.combine)(&[1.0, 3.0, 3.0], &mut weights);
+        assert_eq!(weights, [0.0, 1.0, 0.0]);
+        assert!((lse - (1f32.exp() + 2.0 * 3f32.exp()).ln()).abs() < 1e-6);
+    }
+
+    #[test]
+    fn weights_below_a_1024th_vanish_and_others_stay() {
+        let combine = with("small-weights-dropped").merge.combine;
+        let (mut weights, mut healthy) = ([f32::NAN; 3], [0.0; 3]);
+        // e^-7 is a 1097th, e^-6 a 403rd
+        let lse = combine(&[0.0, -7.0, -6.0], &mut weights);
+        assert_eq!(lse, merge::combine(&[0.0, -7.0, -6.0], &mut healthy));
+        assert_eq!(weights, [healthy[0], 0.0, healthy[2]]);
+        // two of 1024 equal ranks: a weight of just a 1024th is not below it
+        let mut equal = vec![f32::NAN; 1024];
+        combine(&[0.0; 1024], &mut equal);
+        let exact = equal.iter().filter(|weight| **weight == 1.0 / 1024.0).count();
+        let mut unchanged = vec![0.0; 1024];
+        merge::combine(&[0.0; 1024], &mut unchanged);
+        assert_eq!(exact, unchanged.iter().filter(|weight| **weight == 1.0 / 1024.0).count());
+    }
+
+    #[test]
+    fn partials_are_weighed_as_the_titles_say() {
+        let weighed = |name: &str, weight: f32| {
+            let mut row = [2.0, f32::NAN];
+            (with(name).merge.weigh)(weight, &mut row);
+            row.map(f32::to_bits)
+        };
+        let [first, second] = weighed("nan-partial-not-scrubbed", 0.0).map(f32::from_bits);
+        assert!(first == 0.0 && second.is_nan(), "NaN · 0 is NaN");
+        assert_eq!(weighed("nan-partial-not-scrubbed", 0.25)[0], 0.5f32.to_bits());
+        assert_eq!(weighed("partials-summed-unweighted", 0.0), [0, 0]);
+        assert_eq!(weighed("partials-summed-unweighted", 0.25), [2f32, f32::NAN].map(f32::to_bits));
+        let sanitise = with("nan-lse-not-sanitised").merge.sanitise;
+        assert!(sanitise(f32::NAN).is_nan() && sanitise(f32::INFINITY) == f32::INFINITY);
+    }
+
+    #[test]
+    fn lanes_are_packed_as_the_titles_say() {
+        // 3.1415927 and a low half that is a signalling NaN of the 16-bit type
+        for bits in [0x4049_0FDB, 0xC049_7F81u32] {
+            let (high, low) = ((bits >> 16) as u16, bits as u16);
+            let packed = |name: &str| LaneOrder::ALL.map(|order| (with(name).merge.lanes.pack)(bits, order));
+            assert_eq!(packed("lanes-swapped-by-the-sender"), [[low, high], [high, low]]);
+            assert_eq!(packed("low-lane-dropped"), [[high, 0], [0, high]]);
+            let quiet = |lane: u16| bf16_from_f32(bf16_to_f32(lane));
+            assert_eq!(
+                packed("lanes-through-a-float"),
+                [[quiet(high), quiet(low)], [quiet(low), quiet(high)]]
+            );
+            let rest = bf16_from_f32(f32::from_bits(bits) - bf16_to_f32(bf16_from_f32(f32::from_bits(bits))));
+            let whole = bf16_from_f32(f32::from_bits(bits));
+            assert_eq!(packed("lanes-as-two-values"), [[whole, rest], [rest, whole]]);
+            let unpack = with("unpack-ignores-lane-order").merge.lanes.unpack;
+            assert_eq!(LaneOrder::ALL.map(|order| unpack([high, low], order)), [bits; 2]);
+        }
     }
 }

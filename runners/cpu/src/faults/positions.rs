@@ -148,3 +148,105 @@ fn turn(key: &mut [f32], format: &KvFormat, positions: f64) {
         (pair[0], pair[1]) = ((x * cos - y * sin) as f32, (x * sin + y * cos) as f32);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::Dtype;
+
+    use super::super::faulty::{format, grids, with};
+    use super::*;
+    use crate::grid::{Grid, LayoutPolicies};
+
+    const HEALTHY: LayoutPolicies = LayoutPolicies::HEALTHY;
+
+    #[test]
+    fn owners_are_rotated_or_reversed() {
+        let (forward, reverse) = (with("owner-rotated-forward").layout, with("owners-in-reverse").layout);
+        for grid in grids() {
+            for position in 0..60 {
+                let owner = (HEALTHY.owner)(position, &grid);
+                let next = if owner + 1 == grid.world { 0 } else { owner + 1 };
+                assert_eq!((forward.owner)(position, &grid), next, "{position} in {grid:?}");
+                assert_eq!(
+                    (reverse.owner)(position, &grid) + owner,
+                    grid.world - 1,
+                    "{position} in {grid:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn pages_are_half_as_large_or_one_entry_late() {
+        let (half, late) =
+            (with("page-of-a-smaller-group").layout.page, with("pages-counted-from-one").layout.page);
+        let context = with("context-page-of-a-smaller-group").context.page;
+        for grid in grids().into_iter().chain([Grid { world: 2, interleave: 1, block: 1 }]) {
+            let smaller = Grid { block: (grid.block / 2).max(1), ..grid };
+            for local in 0..40 {
+                let expected = (HEALTHY.page)(local, 40, &smaller);
+                assert_eq!(half(local, 40, &grid), expected, "{local} in {grid:?}");
+                assert_eq!(context(local, &grid), expected, "{local} in {grid:?}");
+                let (entry, offset) = (HEALTHY.page)(local, 40, &grid);
+                assert_eq!(late(local, 40, &grid), (entry + 1, offset), "{local} in {grid:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn units_and_blocks_are_those_of_one_rank_or_of_two_blocks() {
+        let (blocks, unit) = (with("blocks-of-one-rank").layout, with("hash-unit-of-two-blocks").layout);
+        for grid in grids() {
+            assert_eq!((unit.hash_unit)(&grid), (HEALTHY.hash_unit)(&grid) + (HEALTHY.virtual_block)(&grid));
+            for len in 0..60 {
+                let alone = Grid { world: 1, ..grid };
+                assert_eq!((blocks.blocks_needed)(len, &grid), (HEALTHY.blocks_needed)(len, &alone));
+            }
+        }
+    }
+
+    #[test]
+    fn the_wrong_ranks_write() {
+        let pairs = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (2, 2), (3, 3)];
+        let writes = |name: &str| pairs.map(|(owner, member)| (with(name).cache.writes)(owner, member));
+        assert_eq!(writes("some-tokens-written-by-nobody"), [true, false, false, false, false, true, false]);
+        assert_eq!(writes("written-by-the-previous-rank"), [false, false, true, false, true, false, false]);
+    }
+
+    #[test]
+    fn given_caches_are_taken_from_the_wrong_rank_or_by_half() {
+        let part = |name: &str| [0, 1, 2].map(|rank| (with(name).cache.given_part)(rank, 3));
+        assert_eq!(part("given-cache-of-the-next-rank"), [1, 2, 0]);
+        assert_eq!(part("given-cache-of-the-first-rank"), [0, 0, 0]);
+        assert_eq!([1, 4, 5].map(with("given-cache-cut-in-half").cache.given_blocks), [1, 2, 3]);
+    }
+
+    /// The key (1, 0, 0, 1) turned back by the angles of `name` for a token: in complex pairs, its phase at position 0.
+    fn turned(name: &str, format: &KvFormat, token: WrittenToken) -> [f32; 4] {
+        let mut key = [1.0, 0.0, 0.0, 1.0];
+        (with(name).cache.turn)(&mut key, format, &token);
+        key
+    }
+
+    #[test]
+    fn the_rotary_phase_is_that_of_the_index_that_the_title_names() {
+        let token = WrittenToken { position: 9, local: 4, row: 7 };
+        // the key came with the phase of its position, so that −5 and −2 positions are left to turn
+        for (name, positions) in
+            [("rotary-phase-of-the-local-index", -5f32), ("rotary-phase-of-the-row", -2.0)]
+        {
+            let near = |seen: [f32; 4], expected: [f32; 4]| {
+                let off = seen.iter().zip(expected).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+                assert!(off < 1e-6, "{name}: {seen:?} {expected:?}");
+            };
+            // the rotary part is the last two columns: one pair, turned by the angle of the first frequency, 1
+            let (sin, cos) = positions.sin_cos();
+            let rotary = format(Dtype::Bf16, 1.0);
+            near(turned(name, &rotary, token), [1.0, 0.0, -sin, cos]);
+            // where there is none apart, both pairs turn: the second by a hundredth (10 000^(−2/4))
+            let (slow_sin, slow_cos) = (positions / 100.0).sin_cos();
+            let whole = KvFormat { rope_start: 4, ..rotary };
+            near(turned(name, &whole, token), [cos, sin, -slow_sin, slow_cos]);
+        }
+    }
+}

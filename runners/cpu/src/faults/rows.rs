@@ -169,3 +169,108 @@ fn mixed_batch(starts: &[i32], count: usize) -> Vec<Option<RowRef>> {
     }
     rows
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::{grids, with};
+    use super::*;
+
+    const HEALTHY: LayoutPolicies = LayoutPolicies::HEALTHY;
+
+    /// The policy that a fault replaces, among those of the layout.
+    type Chosen = fn(&LayoutPolicies) -> fn(&LayoutPolicies, &Sight) -> usize;
+
+    /// For every row of every request up to three rounds, on every rank: what a fault lets it see, and what `titled` says.
+    fn at_every_row(name: &str, row_of: Chosen, titled: fn(&Sight) -> usize) {
+        let layout = with(name).layout;
+        for grid in grids() {
+            for seq_len in 4..25 {
+                for (query_len, row) in [(1, 0), (3, 0), (3, 1), (3, 2), (4, 1)] {
+                    for member in 0..grid.world {
+                        let sight = Sight { seq_len, query_len, row, member, grid };
+                        assert_eq!(row_of(&layout)(&layout, &sight), titled(&sight), "{name}: {sight:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    fn share(len: usize, member: usize, s: &Sight) -> usize {
+        (HEALTHY.local_len)(len, member, &s.grid)
+    }
+
+    /// Tokens up to the row's own and itself.
+    fn own(s: &Sight) -> usize {
+        s.seq_len - (s.query_len - 1 - s.row)
+    }
+
+    #[test]
+    fn rows_see_the_length_that_the_title_names() {
+        let row_len: Chosen = |layout| layout.row_len;
+        let draft_len: Chosen = |layout| layout.draft_len;
+        at_every_row("row-walks-the-global-length", row_len, own);
+        at_every_row("draft-walks-the-global-length", draft_len, |s| s.seq_len);
+        at_every_row("draft-length-of-the-last-rank", draft_len, |s| share(s.seq_len, s.grid.world - 1, s));
+        at_every_row("draft-block-counted-twice", draft_len, |s| share(s.seq_len + s.query_len, s.member, s));
+        at_every_row("edge-on-the-last-rank", row_len, |s| share(own(s), s.grid.world - 1, s));
+        at_every_row("local-causal-trim-at-the-front", row_len, |s| {
+            let successors = s.seq_len - own(s);
+            share(s.seq_len, s.member, s).saturating_sub(successors.div_ceil(s.grid.world))
+        });
+        at_every_row("first-row-sees-all", row_len, |s| {
+            share(if s.row == 0 { s.seq_len } else { own(s) }, s.member, s)
+        });
+    }
+
+    /// Request of each row, and nothing else of it changed.
+    fn requests(name: &str, starts: &[i32], count: usize) -> Vec<Option<usize>> {
+        let seen = (with(name).layout.rows)(starts, count);
+        let healthy = (HEALTHY.rows)(starts, count);
+        for (seen, healthy) in seen.iter().zip(&healthy) {
+            let place = |row: &Option<RowRef>| row.map(|row| (row.row, row.query_len));
+            assert_eq!(place(seen), place(healthy), "{name}");
+        }
+        assert_eq!(seen.len(), count);
+        seen.into_iter().map(|row| row.map(|row| row.request)).collect()
+    }
+
+    #[test]
+    fn rows_read_the_request_that_the_title_names() {
+        // requests of 2, 1, 2 and 1 rows, then padding
+        let (starts, count) = ([0, 2, 3, 5, 6], 7);
+        let some = |requests: [usize; 6]| requests.map(Some).into_iter().chain([None]).collect::<Vec<_>>();
+        assert_eq!(requests("requests-numbered-by-tokens", &starts, count), some([0, 0, 2, 3, 3, 3]));
+        assert_eq!(requests("mixed-batch-shifts-single-rows", &starts, count), some([0, 0, 2, 2, 2, 0]));
+        assert_eq!(
+            requests("mixed-batch-shifts-single-rows", &[0, 1, 2], 2),
+            [Some(0), Some(1)],
+            "nothing is mixed"
+        );
+        assert_eq!(requests("all-rows-of-the-first-request", &starts, count), some([0; 6]));
+    }
+
+    #[test]
+    fn folded_heads_see_no_more_than_the_row_before() {
+        let seen = with("folded-heads-keep-the-rows").kernel.seen_by_head;
+        let lens = [5, 7, 3];
+        let of = |row: usize| [0, 1, 2, 3].map(|head| seen(&lens, row, head, 4));
+        assert_eq!([of(0), of(1), of(2)], [[5, 5, 5, 5], [7, 7, 5, 5], [3, 3, 3, 3]]);
+        assert_eq!(
+            [0, 1, 2].map(|head| seen(&lens, 1, head, 3)),
+            [7, 7, 5],
+            "the middle of an odd width belongs to the first half"
+        );
+    }
+
+    #[test]
+    fn new_tokens_see_what_the_title_says() {
+        let of = |name: &str, rows: usize| -> Vec<usize> {
+            (0..rows).map(|row| (with(name).context.visible_new)(row, rows)).collect()
+        };
+        assert_eq!(of("short-suffix-taken-for-decode", 3), [0, 0, 0]);
+        assert_eq!(of("short-suffix-taken-for-decode", 4), [1, 2, 3, 4]);
+        assert_eq!(of("long-suffix-unmasked", 2), [1, 2]);
+        assert_eq!(of("long-suffix-unmasked", 3), [3, 3, 3]);
+        assert_eq!(of("suffix-sees-its-successor", 3), [2, 3, 3]);
+    }
+}

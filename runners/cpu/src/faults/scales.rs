@@ -162,3 +162,88 @@ fn flush(values: &[f32], format: &KvFormat, codes: &mut [u8]) {
         code.copy_from_slice(&word[..code.len()]);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::decode_f32;
+
+    use super::super::faulty::{configuration, format, with};
+    use super::*;
+    use crate::cache::{CachePolicies, DecodeRow};
+
+    /// 1.0, −2.0, 0.5, 0.0 in e4m3fn; half as much in e4m3fnuz.
+    const CODES: [u8; 4] = [0x38, 0xC0, 0x30, 0];
+
+    fn read(name: &str, by: fn(&CachePolicies) -> DecodeRow, dtype: Dtype) -> [f32; 4] {
+        let mut values = [f32::NAN; 4];
+        by(&with(name).cache)(&CODES, &format(dtype, 0.5), &mut values);
+        values
+    }
+
+    fn written(name: &str, values: &[f32; 4], dtype: Dtype, scale: f32) -> [u8; 4] {
+        let mut codes = [0; 4];
+        (with(name).cache.encode)(values, &format(dtype, scale), &mut codes);
+        codes
+    }
+
+    #[test]
+    fn values_are_read_with_the_scale_and_format_that_the_title_names() {
+        let value: fn(&CachePolicies) -> DecodeRow = |cache| cache.decode_value;
+        let key: fn(&CachePolicies) -> DecodeRow = |cache| cache.decode;
+        let context: fn(&CachePolicies) -> DecodeRow = |cache| cache.decode_context;
+        let own = Dtype::E4m3fn;
+        assert_eq!(read("value-unscaled", value, own), [1.0, -2.0, 0.5, 0.0]);
+        assert_eq!(read("value-unscaled", key, own), [0.5, -1.0, 0.25, 0.0], "keys with it");
+        assert_eq!(read("value-read-as-the-other-e4m3", value, own), [0.25, -0.5, 0.125, 0.0]);
+        assert_eq!(read("value-read-as-the-other-e4m3", value, Dtype::E4m3fnuz), [0.5, -1.0, 0.25, 0.0]);
+        assert_eq!(read("context-read-as-the-other-e4m3", context, own), [0.25, -0.5, 0.125, 0.0]);
+        assert_eq!(read("context-scaled-twice", context, own), [0.25, -0.5, 0.125, 0.0]);
+        assert_eq!(read("latent-part-unscaled", key, own), [1.0, -2.0, 0.25, 0.0]);
+        assert_eq!(read("scale-inverted", key, own), [2.0, -4.0, 1.0, 0.0]);
+        assert_eq!(other_e4m3(Dtype::E5m2), Dtype::E5m2);
+    }
+
+    #[test]
+    fn the_latent_part_of_a_wide_cache_is_half_its_codes() {
+        let codes = [0x3F80u16, 0xC000, 0x3F80, 0xC000].map(u16::to_le_bytes).concat();
+        let mut values = [f32::NAN; 4];
+        latent_part_unscaled(&codes, &format(Dtype::Bf16, 0.5), &mut values);
+        assert_eq!(values, [1.0, -2.0, 0.5, -1.0]);
+    }
+
+    #[test]
+    fn the_scale_is_inverted_or_rounded_to_the_power_of_two_above() {
+        let values = [2.0, -4.0, 1.0, 0.0];
+        assert_eq!(written("scale-inverted-on-write", &values, Dtype::E4m3fn, 0.5), CODES);
+        assert_eq!([0.25, 0.3, 0.5, 1.0, 5.0].map(power_of_two), [0.25, 0.5, 0.5, 1.0, 8.0]);
+        let rounded = written("scale-rounded-on-write", &[0.5, -1.0, 0.25, 0.0], Dtype::E4m3fn, 0.3);
+        assert_eq!(rounded, CODES, "0.3 is held as 0.5");
+        let mut read = [f32::NAN; 4];
+        (with("scale-rounded-to-a-power-of-two").cache.decode)(
+            &CODES,
+            &format(Dtype::E4m3fn, 0.3),
+            &mut read,
+        );
+        assert_eq!(read, [0.5, -1.0, 0.25, 0.0]);
+        assert_eq!((with("score-scale-left-out").kernel.score_scale)(&configuration()), 1.0);
+    }
+
+    #[test]
+    fn what_is_below_the_smallest_normal_number_is_flushed_and_that_number_is_not() {
+        for (dtype, smallest) in
+            [(Dtype::E4m3fn, 2f32.powi(-6)), (Dtype::E4m3fnuz, 2f32.powi(-7)), (Dtype::E5m2, 2f32.powi(-14))]
+        {
+            for scale in [1.0, 4.0, 0.25] {
+                let values =
+                    [smallest, -smallest, 0.75 * smallest, 8.0 * smallest].map(|value| value * scale);
+                let kept = written("subnormals-flushed", &values, dtype, scale);
+                let read = kept.map(|code| decode_f32(dtype, u64::from(code)));
+                assert_eq!(read, [smallest, -smallest, 0.0, 8.0 * smallest], "{dtype} at {scale}");
+            }
+        }
+        // a 16-bit cache has no such numbers within reach
+        let mut codes = [0; 2];
+        (with("subnormals-flushed").cache.encode)(&[2f32.powi(-20)], &format(Dtype::Bf16, 1.0), &mut codes);
+        assert_eq!(decode_f32(Dtype::Bf16, u64::from(u16::from_le_bytes(codes))), 2f32.powi(-20));
+    }
+}

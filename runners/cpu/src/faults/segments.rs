@@ -83,3 +83,62 @@ fn natural(maxima: &[f32], sums: &[f32], weights: &mut [f32]) -> f32 {
     let base_2: Vec<f32> = maxima.iter().map(|max| max * std::f32::consts::LOG2_E).collect();
     (SegmentPolicies::HEALTHY.combine)(&base_2, sums, weights)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::with;
+    use super::*;
+
+    fn near(seen: &[f32], expected: &[f32]) {
+        let close = seen.iter().zip(expected).all(|(a, b)| (a - b).abs() < 1e-6);
+        assert!(seen.len() == expected.len() && close, "{seen:?} {expected:?}");
+    }
+
+    /// Weights and LSE of three segments with maxima 1, −∞ and 3 in base 2, of which the second holds nothing.
+    fn combined(combine: fn(&[f32], &[f32], &mut [f32]) -> f32) -> (Vec<f32>, f32) {
+        let mut weights = vec![f32::NAN; 3];
+        let lse = combine(&[1.0, f32::NEG_INFINITY, 3.0], &[1.5, 0.0, 2.0], &mut weights);
+        (weights, lse)
+    }
+
+    #[test]
+    fn as_many_segments_are_read_as_the_title_says() {
+        assert_eq!((with("all-segments-read").segments.active)(10, 4, 64), 4);
+        let dropped = with("last-segment-dropped").segments.active;
+        let active = SegmentPolicies::HEALTHY.active;
+        // 4 segments of tiles of 64 tokens: whole segments alone, and one at least where there is anything
+        for (tokens, whole, read) in
+            [(0, 0, 0), (1, 1, 1), (64, 1, 1), (65, 2, 1), (130, 3, 2), (256, 4, 4), (300, 3, 2), (400, 4, 3)]
+        {
+            assert_eq!((active(tokens, 4, 64), dropped(tokens, 4, 64)), (whole, read), "{tokens} tokens");
+        }
+    }
+
+    #[test]
+    fn the_lse_of_segments_is_the_one_that_the_title_names() {
+        let (healthy, natural) = combined(SegmentPolicies::HEALTHY.combine);
+        // 1.5·2 + 2·8
+        assert!((natural - 19f32.ln()).abs() < 1e-6);
+        for (name, lse) in [("segment-lse-in-base-2", 19f32.log2()), ("segment-lse-of-the-first", 3f32.ln())]
+        {
+            let (weights, seen) = combined(with(name).segments.combine);
+            assert_eq!(weights, healthy, "{name}");
+            near(&[seen], &[lse]);
+        }
+    }
+
+    #[test]
+    fn the_weights_of_segments_are_those_that_the_title_names() {
+        let (_, natural) = combined(SegmentPolicies::HEALTHY.combine);
+        let (weights, lse) = combined(with("segments-not-normalised").segments.combine);
+        assert_eq!((weights, lse), (vec![0.25, 0.0, 1.0], natural));
+        let mut nothing = [f32::NAN; 2];
+        let empty =
+            (with("segments-not-normalised").segments.combine)(&[0.0, 0.0], &[0.0, 0.0], &mut nothing);
+        assert_eq!((empty, nothing), (f32::NEG_INFINITY, [0.0, 0.0]), "what holds nothing has no weight");
+        let (weights, lse) = combined(with("segments-in-natural-base").segments.combine);
+        let sum = 1.5 * 1f32.exp() + 2.0 * 3f32.exp();
+        near(&weights, &[1f32.exp() / sum, 0.0, 3f32.exp() / sum]);
+        near(&[lse], &[sum.ln()]);
+    }
+}

@@ -76,3 +76,36 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::Dtype;
+
+    use super::super::faulty::{format, with};
+    use super::*;
+
+    #[test]
+    fn the_weights_are_off_by_as_much_as_the_title_says() {
+        const LSES: [f32; 3] = [0.3, 1.7, f32::NEG_INFINITY];
+        let merged = |combine: fn(&[f32], &mut [f32]) -> f32, lses: &[f32]| {
+            let mut weights = [f32::NAN; 3];
+            let lse = combine(lses, &mut weights);
+            (weights, lse)
+        };
+        let (healthy, lse) = merged(merge::combine, &LSES);
+        let (short, unchanged) = merged(with("weights-short-of-one").merge.combine, &LSES);
+        assert_eq!((short, unchanged), (healthy.map(|weight| weight * 0.996), lse));
+        let (first, _) = merged(merge::combine, &[0.32, 1.7, f32::NEG_INFINITY]);
+        assert_eq!(merged(with("first-rank-weighs-too-much").merge.combine, &LSES), (first, lse));
+        let (rounded, _) = merged(merge::combine, &LSES.map(round_bf16));
+        assert_eq!(merged(with("weights-from-bf16-lses").merge.combine, &LSES), (rounded, lse));
+        assert_ne!(rounded, healthy);
+    }
+
+    #[test]
+    fn the_scale_is_rounded_to_bf16() {
+        let mut value = [f32::NAN];
+        (with("scale-rounded-to-bf16").cache.decode)(&[0x38], &format(Dtype::E4m3fn, 0.03), &mut value);
+        assert_eq!(value, [round_bf16(0.03)]);
+    }
+}

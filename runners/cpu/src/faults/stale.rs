@@ -439,3 +439,6 @@ fn another_request_was_first(memory: &mut Memory, slot: usize, origin: Origin) -
     let first = *memory.origins.entry(slot).or_insert(origin);
     first.0 == origin.0
 }
+
+#[cfg(test)]
+mod tests;

@@ -108,3 +108,53 @@ fn untruthful(configuration: &Configuration, projects: bool, change: fn(&mut Rou
     change(&mut dispatch.run);
     dispatch
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty::{configuration, with};
+    use super::*;
+
+    #[test]
+    fn lengths_are_counted_up_in_the_inputs_and_nothing_else_is() {
+        let lens =
+            |name: &str, lens: &[i32]| Tensors::new().with(name, Tensor::from_i32(&[lens.len()], lens));
+        for name in ["seq_lens", "context_lens"] {
+            let mut inputs = lens(name, &[3, 0]).with("other", Tensor::from_i32(&[1], &[5]));
+            (with("lengths-counted-up-in-place").session.touch)(&mut inputs);
+            assert_eq!(inputs, lens(name, &[4, 1]).with("other", Tensor::from_i32(&[1], &[5])));
+        }
+    }
+
+    #[test]
+    fn rows_of_padding_are_not_written() {
+        assert_eq!((with("padding-output-unwritten").session.written_rows)(7, 5), 5);
+    }
+
+    #[test]
+    fn a_feature_is_off_and_said_to_be_off_or_on() {
+        let configuration = configuration();
+        let published = dispatch(&configuration, true).run;
+        assert_eq!(published.backend, Backend::A2a);
+        assert!(published.query_replication && published.project_before_merge);
+        let replication = Route { query_replication: false, ..published };
+        let projection = Route { project_before_merge: false, ..published };
+        let backend = Route { backend: Backend::AgRs, ..published };
+        for (off, claimed, run) in [
+            ("query-replication-silently-off", "query-replication-claimed", replication),
+            ("project-before-merge-silently-off", "project-before-merge-claimed", projection),
+            ("all-to-all-silently-off", "all-to-all-claimed", backend),
+        ] {
+            let seen = |name: &str| (with(name).session.dispatch)(&configuration, true);
+            assert_eq!(seen(off), Dispatch { run, reported: run }, "{off}");
+            assert_eq!(seen(claimed), Dispatch { run, reported: published }, "{claimed}");
+        }
+        let alone = Configuration { dcp: 1, ..configuration };
+        for name in ["all-to-all-silently-off", "all-to-all-claimed"] {
+            assert_eq!(
+                (with(name).session.dispatch)(&alone, true),
+                dispatch(&alone, true),
+                "{name}: nothing is exchanged"
+            );
+        }
+    }
+}

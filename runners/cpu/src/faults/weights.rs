@@ -195,3 +195,94 @@ pub(super) const FAULTS: &[Fault] = &[
 fn only_first(prefix: f32) -> StateWeights {
     StateWeights { prefix: 1.0, suffix: 0.0, lse: prefix }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_engine::LaneOrder;
+
+    use super::super::faulty::{grids, with};
+    use super::*;
+    use crate::chunks::ChunkPlan;
+
+    const LSES: [f32; 3] = [0.5, 1.0, 2.0];
+    const EMPTY: f32 = f32::NEG_INFINITY;
+
+    fn merged(combine: fn(&[f32], &mut [f32]) -> f32, lses: &[f32]) -> (Vec<f32>, f32) {
+        let mut weights = vec![f32::NAN; lses.len()];
+        let lse = combine(lses, &mut weights);
+        (weights, lse)
+    }
+
+    #[test]
+    fn the_merge_of_a_fault_is_the_one_that_its_title_names() {
+        let by = |name: &str| merged(with(name).merge.combine, &LSES);
+        let (healthy, lse) = merged(merge::combine, &LSES);
+        assert_eq!(by("merged-lse-of-the-last-rank"), (healthy, 2.0));
+        let (two, lse_of_two) = merged(merge::combine, &LSES[..2]);
+        assert_eq!(by("merge-leaves-out-the-last-rank"), ([two, vec![0.0]].concat(), lse_of_two));
+        let alone = merged(with("merge-leaves-out-the-last-rank").merge.combine, &LSES[..1]);
+        assert_eq!(alone, (vec![1.0], 0.5), "a rank by itself is the first one");
+        let (squared, _) = merged(merge::combine, &[1.0, 2.0, 4.0]);
+        assert_eq!(by("weights-squared"), (squared, lse));
+        assert_eq!(by("natural-lse-as-base-2"), merged(merge::combine, &LSES.map(|lse| lse * 2f32.ln())));
+    }
+
+    #[test]
+    fn lanes_and_empty_rows_are_what_the_titles_say() {
+        let pack = with("high-lane-dropped").merge.lanes.pack;
+        assert_eq!(LaneOrder::ALL.map(|order| pack(0xC049_0FDB, order)), [[0, 0x0FDB], [0x0FDB, 0]]);
+        let infinite = with("empty-lse-plus-infinity").kernel.empty;
+        assert!(infinite.value.is_nan() && infinite.lse == f32::INFINITY);
+        let token = with("empty-shard-lse-of-a-token").kernel.empty;
+        assert_eq!((token.value, token.lse), (1.0, 0.0));
+    }
+
+    #[test]
+    fn one_of_two_states_is_lost_or_weighed_as_the_titles_say() {
+        let first = StateWeights { prefix: 1.0, suffix: 0.0, lse: 1.0 };
+        for merge in
+            [with("later-chunks-dropped").context.merge_chunk, with("suffix-dropped").context.merge_suffix]
+        {
+            assert_eq!(merge(1.0, 3.0), first);
+            assert_eq!(merge(EMPTY, 3.0), merge_two(EMPTY, 3.0));
+        }
+        let averaged = with("states-averaged").context.merge_suffix;
+        let healthy = merge_two(1.0, 3.0);
+        assert_eq!(averaged(1.0, 3.0), StateWeights { prefix: 0.5, suffix: 0.5, lse: healthy.lse });
+        for (prefix, suffix) in [(EMPTY, 3.0), (1.0, EMPTY), (EMPTY, EMPTY)] {
+            assert_eq!(averaged(prefix, suffix), merge_two(prefix, suffix));
+        }
+        let lse = (with("state-lse-of-the-suffix").context.merge_suffix)(1.0, 3.0);
+        assert_eq!(lse, StateWeights { lse: 3.0, ..healthy });
+    }
+
+    #[test]
+    fn wrong_plans_leave_out_what_their_titles_say() {
+        for (cached, budget) in [([70, 5, 0], 24), ([70, 5, 0], 1000)] {
+            for grid in grids() {
+                let healthy = plan(&cached, budget, &grid);
+                let planned = |name: &str| (with(name).context.plan)(&cached, budget, &grid);
+                let late =
+                    |(index, w): (usize, &std::ops::Range<usize>)| w.start + usize::from(index > 0)..w.end;
+                let windows = healthy.windows.iter().enumerate().map(late).collect();
+                assert_eq!(planned("chunks-leave-a-gap"), ChunkPlan { windows, ..healthy.clone() });
+                let skipped = usize::from(healthy.windows.len() > 1);
+                let windows = healthy.windows[skipped..].to_vec();
+                assert_eq!(planned("first-chunk-skipped"), ChunkPlan { windows, ..healthy });
+            }
+        }
+    }
+
+    #[test]
+    fn the_last_segment_gives_the_lse_and_the_first_alone_is_read() {
+        let combine = with("segment-lse-of-the-last").segments.combine;
+        let (mut weights, mut healthy) = ([f32::NAN; 2], [0.0; 2]);
+        let lse = combine(&[1.0, 3.0], &[1.5, 2.0], &mut weights);
+        (SegmentPolicies::HEALTHY.combine)(&[1.0, 3.0], &[1.5, 2.0], &mut healthy);
+        assert!((lse - 16f32.ln()).abs() < 1e-6 && weights == healthy, "{lse}");
+        assert_eq!(
+            [0, 1, 300].map(|tokens| (with("one-segment-read").segments.active)(tokens, 4, 64)),
+            [0, 1, 1]
+        );
+    }
+}

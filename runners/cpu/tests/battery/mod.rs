@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 mod sequence;
+mod transfer;
 
 use std::collections::BTreeMap;
 use std::collections::hash_map::DefaultHasher;
@@ -61,6 +62,12 @@ pub fn trials() -> Vec<Trial> {
         scenes = rest.into_iter().map(|(_, trial)| trial).collect();
     }
     trials.push(Trial::new(|battery| battery.sequence()));
+    trials.push(Trial::new(|battery| battery.transfer()));
+    for block_size in [2, 8] {
+        trials.push(Trial::new(move |battery| {
+            battery.turns(sequence::play_groups(battery.engine, block_size))
+        }));
+    }
     trials
 }
 
@@ -116,12 +123,23 @@ impl Battery<'_> {
 
     /// One session of many steps.
     fn sequence(&mut self) {
-        for [layout, write, attend, caches] in sequence::play(self.engine) {
+        self.turns(sequence::play(self.engine));
+    }
+
+    fn turns(&mut self, answers: Vec<sequence::Answers>) {
+        for [layout, write, attend, caches] in answers {
             self.reply("sequence", &["local_lens"], &layout);
             self.reply("sequence", &["slots"], &write);
             self.reply("sequence", &["out", "lse", "row_lens", "chunk_lens"], &attend);
             self.reply("sequence", &["key_cache"], &caches);
         }
+    }
+
+    /// Requests that come from a session of another layout.
+    fn transfer(&mut self) {
+        let [caches, decode] = transfer::play(self.engine);
+        self.reply("transfer", &["key_cache"], &caches);
+        self.reply("sequence", &["out"], &decode);
     }
 
     /// Decode over caches that a healthy engine laid out.

@@ -50,12 +50,42 @@ pub fn play(engine: &CpuEngine) -> Vec<Answers> {
         if failed {
             break;
         }
-        answers.push(take(session.as_mut(), &scene, turn, 100 * index as u64));
+        answers.push(take(session.as_mut(), &scene, turn, 100 * index as u64, 0));
     }
     answers
 }
 
-fn take(session: &mut dyn Session, scene: &Scene, turn: &Turn, seed: u64) -> Answers {
+/// A session with a replicated group of blocks of `block_size` tokens beside a sharded one, through the first turns.
+pub fn play_groups(engine: &CpuEngine, block_size: usize) -> Vec<Answers> {
+    let scene = Scene::small(3).with(|s| {
+        let mut second = s.configuration.clone();
+        (second.dcp, second.block_size) = (1, block_size);
+        s.configuration.second_group = Some(Box::new(second));
+    });
+    let second = scene.clone().with(|s| s.configuration = *s.configuration.second_group.clone().unwrap());
+    let mut session = scene.open(engine);
+    let mut answers = Vec::new();
+    for (index, turn) in TURNS[..6].iter().enumerate() {
+        let seed = 100 * index as u64;
+        answers.push(take(session.as_mut(), &scene, turn, seed, 0));
+        answers.push(take(session.as_mut(), &second, turn, seed + 50, 1));
+    }
+    answers
+}
+
+/// Block-table entries of a request: those of the turn in the first group, others in the second.
+fn entries(blocks: &[i32], group: usize, tokens: usize, block_size: usize) -> Vec<i32> {
+    if group == 0 {
+        return (0..4).map(|entry| blocks.get(entry).copied().unwrap_or(-7)).collect();
+    }
+    let own = |entry: usize| match entry < tokens.div_ceil(block_size) {
+        true => blocks[0] % 2 + 2 * (5 * entry as i32 % 32),
+        false => -7,
+    };
+    (0..17).map(own).collect()
+}
+
+fn take(session: &mut dyn Session, scene: &Scene, turn: &Turn, seed: u64, group: usize) -> Answers {
     let (kind, requests, padding) = turn;
     let (dim, heads) = (scene.configuration.attention.qk_dim(), scene.configuration.total_heads());
     let lens: Vec<i32> = requests.iter().map(|(_, tokens, _)| *tokens as i32).collect();
@@ -72,12 +102,13 @@ fn take(session: &mut dyn Session, scene: &Scene, turn: &Turn, seed: u64) -> Ans
     let rows = positions.len();
     let table: Vec<i32> = requests
         .iter()
-        .flat_map(|(blocks, ..)| (0..4).map(|entry| blocks.get(entry).copied().unwrap_or(-7)))
+        .flat_map(|(blocks, tokens, _)| entries(blocks, group, *tokens, scene.configuration.block_size))
         .collect();
     let count = requests.len();
+    let width = table.len() / count;
     let key = Tensor::from_f32(Dtype::Bf16, &[rows, 1, dim], &uniform(seed, rows * dim));
     let query = Tensor::from_f32(Dtype::Bf16, &[rows, heads, dim], &uniform(seed + 1, rows * heads * dim));
-    let table = Tensor::from_i32(&[count, 4], &table);
+    let table = Tensor::from_i32(&[count, width], &table);
     let starts = Tensor::from_i32(&[count + 1], &starts);
     let layout = Tensors::new()
         .with("seq_lens", Tensor::from_i32(&[count], &lens))
@@ -99,9 +130,9 @@ fn take(session: &mut dyn Session, scene: &Scene, turn: &Turn, seed: u64) -> Ans
         }
     };
     [
-        step(session, &Operation::Layout, &mut layout.clone()),
-        step(session, &Operation::WriteKv, &mut write),
-        step(session, &operation, &mut attend),
-        step(session, &Operation::ReadCache, &mut Tensors::new()),
+        step(session, &Operation::Layout.in_group(group), &mut layout.clone()),
+        step(session, &Operation::WriteKv.in_group(group), &mut write),
+        step(session, &operation.in_group(group), &mut attend),
+        step(session, &Operation::ReadCache.in_group(group), &mut Tensors::new()),
     ]
 }

@@ -60,6 +60,7 @@ impl Scene {
             query_replication: false,
             project_before_merge: false,
             kernel_head_widths: vec![],
+            second_group: None,
         };
         Self {
             configuration,
