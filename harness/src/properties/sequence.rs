@@ -147,9 +147,10 @@ fn one_group(case: &Case) -> bool {
     !two_groups(case)
 }
 
-/// One turn of a sequence, with what came before it.
+/// What is judged of one turn.
 type Check = fn(&At) -> Result<Finding, Halt>;
 
+/// One turn of a sequence, with what came before it.
 struct At<'a> {
     material: &'a SequenceMaterial,
     play: &'a Play,
