@@ -237,6 +237,16 @@ fn no_device(args: &EngineArgs, reason: impl std::fmt::Display) -> EngineChoiceE
     EngineChoiceError::NoDevice { engine: args.name().to_owned(), reason: reason.to_string() }
 }
 
+/// What the arithmetic of the native engine's card is seen to be.
+///
+/// # Errors
+/// [`EngineChoiceError::NoDevice`] without a device, or when it is lost on the way.
+pub fn card_readings(args: &EngineArgs) -> Result<Vec<shardcheck_cuda::CardReading>, EngineChoiceError> {
+    let engine =
+        CudaEngine::open(shardcheck_cuda::Options::default()).map_err(|error| no_device(args, error))?;
+    shardcheck_cuda::readings(engine.device()).map_err(|error| no_device(args, error))
+}
+
 /// The Python interpreter of adapters.
 pub fn python() -> String {
     std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned())

@@ -1,7 +1,7 @@
 //! Compares the CUDA engine with the embedded one, operation by operation, on random sessions: the quick look at a card before the harness
 //! judges it. Integers and codes have to be equal, floats near; exits with 1 when anything differs.
 //!
-//! `compare [--graphs] [SESSIONS]`
+//! `compare [--graphs] [--portable] [SESSIONS]`
 
 use std::process::ExitCode;
 
@@ -277,8 +277,10 @@ fn open(engine: &dyn Engine, configuration: &Configuration) -> Result<Box<dyn Se
 fn main() -> ExitCode {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let graphs = if arguments.iter().any(|a| a == "--graphs") { Graphs::On } else { Graphs::Off };
+    // mma.sync in place of the warpgroup instructions
+    let target = arguments.iter().any(|a| a == "--portable").then_some("sm_90");
     let sessions: u64 = arguments.iter().find_map(|a| a.parse().ok()).unwrap_or(60);
-    let cuda = match CudaEngine::open(Options { graphs, ..Options::default() }) {
+    let cuda = match CudaEngine::open(Options { graphs, target, ..Options::default() }) {
         Ok(engine) => engine,
         Err(error) => {
             eprintln!("{error}");

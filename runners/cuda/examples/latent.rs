@@ -1,7 +1,7 @@
 //! Times latent decode at DeepSeek-R1's dimensions, one rank's part of a step: milliseconds, bytes and operations a second, beside the card's
-//! own copy bandwidth. Prints one JSON value a line.
+//! own copy bandwidth, as one JSON value a line; before them, what the card's arithmetic is seen to be.
 //!
-//! `latent [--bytes]`
+//! `latent [--bytes] [--portable]`
 
 use std::process::ExitCode;
 
@@ -57,9 +57,17 @@ fn copy_gb_s(queue: &std::sync::Arc<Queue>) -> Result<f64, EngineError> {
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {
-    let engine = CudaEngine::open(Options::default())?;
+    // mma.sync in place of the warpgroup instructions
+    let target = std::env::args().any(|a| a == "--portable").then_some("sm_90");
+    let engine = CudaEngine::open(Options { target, ..Options::default() })?;
     let dtype = if std::env::args().any(|a| a == "--bytes") { Dtype::E4m3fn } else { Dtype::Bf16 };
     let queue = Queue::new(std::sync::Arc::clone(engine.device()))?;
+    for reading in shardcheck_cuda::readings(engine.device())? {
+        println!(
+            "{:<36} {:?} declared {}; seen {}",
+            reading.what, reading.agrees, reading.declared, reading.seen
+        );
+    }
     println!("{{\"copy_gb_s\": {:.0}}}", copy_gb_s(&queue)?);
     for (name, lens) in workloads() {
         let blocks = lens.iter().map(|len| len.div_ceil(64)).sum::<usize>().max(1);

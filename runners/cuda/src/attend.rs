@@ -12,8 +12,6 @@ use crate::layout::row_metadata;
 use crate::queue::{Argument, Buffer, Extent, Queue};
 use crate::shape::{Shape, head_blocks};
 
-/// Most segments that a row's tokens are split into.
-const MAX_SEGMENTS: usize = 64;
 /// Most bytes of the accumulators of segments.
 const MAX_SEGMENT_BYTES: usize = 8 << 30;
 
@@ -22,8 +20,10 @@ const MAX_SEGMENT_BYTES: usize = 8 << 30;
 pub enum Kernel {
     /// Any shape, f32 arithmetic.
     Plain,
-    /// Latent attention on tensor cores.
+    /// Latent attention on tensor cores, a warp's instructions.
     Latent,
+    /// The same on Hopper's warpgroup instructions.
+    Warpgroups,
 }
 
 impl Kernel {
@@ -33,7 +33,11 @@ impl Kernel {
             && shape.key_dim as usize == shardcheck_kernels::LATENT_KEY_DIM
             && shape.value_dim as usize == shardcheck_kernels::LATENT_VALUE_DIM
             && matches!(configuration.kv_dtype, Dtype::Bf16 | Dtype::E4m3fn | Dtype::E4m3fnuz | Dtype::E5m2);
-        if fits && queue.device.has_latent_kernels() { Self::Latent } else { Self::Plain }
+        match (fits && queue.device.has_latent_kernels(), queue.device.has_warpgroups()) {
+            (false, _) => Self::Plain,
+            (true, false) => Self::Latent,
+            (true, true) => Self::Warpgroups,
+        }
     }
 
     /// Name in the effective path.
@@ -41,13 +45,16 @@ impl Kernel {
         match self {
             Self::Plain => "plain",
             Self::Latent => "mma",
+            Self::Warpgroups => "wgmma",
         }
     }
 
     fn blocks_of_heads(self, shape: &Shape) -> usize {
         match self {
             Self::Plain => head_blocks(shape),
-            Self::Latent => (shape.width as usize).div_ceil(shardcheck_kernels::LATENT_HEADS),
+            Self::Latent | Self::Warpgroups => {
+                (shape.width as usize).div_ceil(shardcheck_kernels::LATENT_HEADS)
+            }
         }
     }
 
@@ -57,13 +64,13 @@ impl Kernel {
         let blocks = (at * self.blocks_of_heads(shape)).max(1);
         let resident = match self {
             Self::Plain => 4 * queue.device.properties.multiprocessors,
-            Self::Latent => queue.device.properties.multiprocessors,
+            Self::Latent | Self::Warpgroups => queue.device.properties.multiprocessors,
         };
         let bytes = (at * shape.width as usize * shape.value_dim as usize * 4).max(1);
         (resident / blocks)
             .min(longest.div_ceil(shardcheck_kernels::MIN_SEGMENT_TOKENS))
             .min(MAX_SEGMENT_BYTES / bytes)
-            .clamp(1, MAX_SEGMENTS)
+            .clamp(1, shardcheck_kernels::MAX_SEGMENTS)
     }
 }
 
@@ -250,7 +257,7 @@ impl Step {
                 );
                 ("attend_paged", Extent { blocks, threads: shardcheck_kernels::THREADS, shared_bytes })
             }
-            Kernel::Latent => (
+            Kernel::Latent | Kernel::Warpgroups => (
                 if self.shape.dtype == 0 { "attend_latent_bf16" } else { "attend_latent_byte" },
                 Extent {
                     blocks,
@@ -261,7 +268,7 @@ impl Step {
         };
         queue.launch(name, extent, &arguments)?;
         // the latent kernel multiplies codes; its sums still lack the scale of the values
-        let factor = if self.kernel == Kernel::Latent { self.shape.kv_scale } else { 1.0 };
+        let factor = if self.kernel == Kernel::Plain { 1.0 } else { self.shape.kv_scale };
         let arguments = [
             &[session, self.row_lens.argument()],
             &counts[..],

@@ -48,14 +48,13 @@ pub struct Properties {
     pub memory_bytes: usize,
     /// Version of the driver's interface, such as 13000.
     pub driver_version: i32,
+    /// Target that the kernels are compiled for.
+    pub target: String,
 }
 
-impl Properties {
-    /// Target that the kernels are compiled for: with the architecture's own instructions from Hopper on.
-    pub fn target(&self) -> String {
-        let (major, minor) = self.capability;
-        format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
-    }
+/// The target of a compute capability: with the architecture's own instructions from Hopper on.
+fn target_of((major, minor): (i32, i32)) -> String {
+    format!("sm_{major}{minor}{}", if major >= 9 { "a" } else { "" })
 }
 
 /// A device with its context and kernels.
@@ -110,6 +109,7 @@ const KERNELS: &[&str] = &[
     "reorganise_chunk",
     "measure_exp",
     "measure_mma",
+    "measure_warpgroup",
     "measure_mma_byte",
     "measure_codes",
 ];
@@ -135,29 +135,35 @@ pub fn count() -> Result<usize, NoDevice> {
 }
 
 impl Device {
-    /// Opens a device and compiles the kernels for it, with one defect where `fault` names one.
+    /// Opens a device and compiles the kernels for it, with one defect where `fault` names one; `target` replaces the card's own.
     ///
     /// # Errors
     /// [`NoDevice`].
-    pub fn open(ordinal: usize, fault: Option<&str>) -> Result<Arc<Self>, NoDevice> {
+    pub fn open(ordinal: usize, target: Option<&str>, fault: Option<&str>) -> Result<Arc<Self>, NoDevice> {
         let count = count()?;
         if ordinal >= count {
             return Err(NoDevice::Ordinal { ordinal, count });
         }
         let driver = |error: DriverError| NoDevice::Driver(text_of(&error));
         let handle = result::device::get(ordinal as i32).map_err(driver)?;
-        let properties = read_properties(handle).map_err(driver)?;
+        let mut properties = read_properties(handle).map_err(driver)?;
+        if let Some(target) = target {
+            properties.target = target.to_owned();
+        }
         // SAFETY: the device exists; its primary context is released when this is dropped.
         let context = unsafe { result::primary_ctx::retain(handle) }.map_err(driver)?;
         // SAFETY: the context was just retained.
         unsafe { result::ctx::set_current(context) }.map_err(driver)?;
         keep_freed_memory(handle).map_err(driver)?;
-        let image = nvrtc::compile(&shardcheck_kernels::source(fault), &properties.target(), &[])?;
+        let image = nvrtc::compile(&shardcheck_kernels::source(fault), &properties.target, &[])?;
         // SAFETY: the image is machine code for this device and outlives the call.
         let module = unsafe { result::module::load_data(image.code.as_ptr().cast()) }.map_err(driver)?;
         let mut device = Self { properties, ordinal: handle, context, module, functions: HashMap::new() };
         for name in KERNELS {
             let symbol = CString::new(*name).map_err(|error| NoDevice::Driver(error.to_string()))?;
+            if *name == "measure_warpgroup" && !device.has_warpgroups() {
+                continue;
+            }
             // SAFETY: the module is loaded and stays so as long as the function is kept.
             let function = unsafe { result::module::get_function(device.module, symbol) }.map_err(driver)?;
             device.allow_shared(name, function).map_err(driver)?;
@@ -185,6 +191,11 @@ impl Device {
     /// Whether the latent kernels fit the device.
     pub fn has_latent_kernels(&self) -> bool {
         self.properties.shared_bytes >= shardcheck_kernels::LATENT_SHARED_BYTES as usize + 2048
+    }
+
+    /// Whether the latent kernels are those of Hopper's warpgroup instructions.
+    pub fn has_warpgroups(&self) -> bool {
+        self.properties.target == "sm_90a"
     }
 
     /// Makes the device's context current on this thread, which every step begins with.
@@ -230,17 +241,19 @@ fn read_properties(device: sys::CUdevice) -> Result<Properties, DriverError> {
     let mut driver_version = 0;
     // SAFETY: the out pointer lives through the call.
     unsafe { sys::cuDriverGetVersion(&raw mut driver_version) }.result()?;
+    let capability = (
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+        attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+    );
     Ok(Properties {
         name: result::device::get_name(device)?,
-        capability: (
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-            attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-        ),
+        capability,
         multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)? as usize,
         shared_bytes: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)? as usize,
         // SAFETY: the device exists.
         memory_bytes: unsafe { result::device::total_mem(device) }?,
         driver_version,
+        target: target_of(capability),
     })
 }
 
@@ -282,5 +295,17 @@ pub(crate) fn failure(call: &str, error: &DriverError) -> EngineError {
         | Code::CUDA_ERROR_SYSTEM_NOT_READY
         | Code::CUDA_ERROR_UNKNOWN => EngineError::DeviceLost { text },
         _ => EngineError::Crash { text },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn targets_have_the_instructions_of_their_architecture_from_hopper_on() {
+        assert_eq!(target_of((8, 0)), "sm_80");
+        assert_eq!(target_of((9, 0)), "sm_90a");
+        assert_eq!(target_of((10, 0)), "sm_100a");
     }
 }

@@ -29,13 +29,15 @@ pub struct Options<'a> {
     pub ordinal: usize,
     /// Graphs.
     pub graphs: Graphs,
+    /// Target that the kernels are compiled for; the card's own where there is none.
+    pub target: Option<&'a str>,
     /// One defect in the kernels, by its name.
     pub fault: Option<&'a str>,
 }
 
 impl Default for Options<'_> {
     fn default() -> Self {
-        Self { ordinal: 0, graphs: Graphs::Off, fault: None }
+        Self { ordinal: 0, graphs: Graphs::Off, target: None, fault: None }
     }
 }
 
@@ -52,7 +54,7 @@ impl CudaEngine {
     /// # Errors
     /// [`NoDevice`], which says what is missing.
     pub fn open(options: Options<'_>) -> Result<Self, NoDevice> {
-        let device = Device::open(options.ordinal, options.fault)?;
+        let device = Device::open(options.ordinal, options.target, options.fault)?;
         let profile = profile(&device.properties, options.graphs);
         Ok(Self { device, graphs: options.graphs, profile })
     }

@@ -16,6 +16,7 @@ mod layout;
 pub mod nvrtc;
 mod profile;
 mod queue;
+mod readings;
 mod session;
 mod shape;
 mod states;
@@ -24,6 +25,7 @@ mod timing;
 pub use device::{Device, NoDevice, Properties, count};
 pub use engine::{CudaEngine, Graphs, Options};
 pub use queue::{Argument, Buffer, Extent, Graph, Queue};
+pub use readings::{CardReading, readings};
 pub use timing::Decode;
 
 #[cfg(test)]

@@ -26,7 +26,7 @@ pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
         properties.multiprocessors,
         properties.memory_bytes as f64 / (1u64 << 30) as f64,
         properties.driver_version,
-        properties.target(),
+        properties.target,
     );
     Profile {
         engine: match graphs {
@@ -107,8 +107,9 @@ mod tests {
             shared_bytes: 0,
             memory_bytes: 1 << 30,
             driver_version: 13000,
+            target: "sm_90a".to_owned(),
         };
         profile(&properties, Graphs::Off).check().unwrap();
-        assert_eq!(properties.target(), "sm_90a");
+        assert_eq!(properties.target, "sm_90a");
     }
 }

@@ -6,7 +6,7 @@
 use std::fmt::Write;
 
 /// The files of the source, in the order in which they are joined.
-pub const FILES: [(&str, &str); 11] = [
+pub const FILES: [(&str, &str); 12] = [
     ("prelude.h", include_str!("source/prelude.h")),
     ("numeric.h", include_str!("source/numeric.h")),
     ("layout.cu", include_str!("source/layout.cu")),
@@ -14,6 +14,7 @@ pub const FILES: [(&str, &str); 11] = [
     ("query.cu", include_str!("source/query.cu")),
     ("attend.cu", include_str!("source/attend.cu")),
     ("mla.cu", include_str!("source/mla.cu")),
+    ("warpgroup.cu", include_str!("source/warpgroup.cu")),
     ("merge.cu", include_str!("source/merge.cu")),
     ("states.cu", include_str!("source/states.cu")),
     ("context.cu", include_str!("source/context.cu")),
@@ -27,7 +28,9 @@ pub const BLOCK_HEADS: usize = 8;
 /// Tokens of one tile (`TILE`), after which the running maximum is updated.
 pub const TILE_TOKENS: usize = 64;
 /// Fewest tokens of a segment (`MIN_SEGMENT`).
-pub const MIN_SEGMENT_TOKENS: usize = 256;
+pub const MIN_SEGMENT_TOKENS: usize = 128;
+/// Most segments of a row (`MAX_SEGMENTS`).
+pub const MAX_SEGMENTS: usize = 64;
 /// Most ranks of a group (`MAX_WORLD`).
 pub const MAX_WORLD: usize = 256;
 /// Heads, key width, value width and threads of a block of the latent kernels.
@@ -99,6 +102,7 @@ mod tests {
             ("HEADS", BLOCK_HEADS),
             ("TILE", TILE_TOKENS),
             ("MIN_SEGMENT", MIN_SEGMENT_TOKENS),
+            ("MAX_SEGMENTS", MAX_SEGMENTS),
             ("MAX_WORLD", MAX_WORLD),
             ("MLA_HEADS", LATENT_HEADS),
             ("MLA_KEY", LATENT_KEY_DIM),

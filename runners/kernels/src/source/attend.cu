@@ -5,7 +5,8 @@
 
 #define TILE 64
 #define HEADS 8        // query heads of one block, which read the same KV head
-#define MIN_SEGMENT 256
+#define MIN_SEGMENT 128
+#define MAX_SEGMENTS 64
 
 SC_DEVICE float shift_of(float max) {
 #ifdef FAULT_SOFTMAX_WITHOUT_MAXIMUM
@@ -335,20 +336,25 @@ SC_EXPORT finish_segments(Shape s, const i32 *row_lens, i32 rows, i32 segments, 
         if (begin >= end) break;
         active++;
     }
-    float largest = SC_NEG_INF;
-    for (i32 i = 0; i < active; i++) largest = SC_MAX(largest, max[first + i * stride]);
-    float total = 0.0f;
-    for (i32 i = 0; i < active; i++) {
-        const float weight = active == 1 ? 1.0f : rescale_of(shift_of(max[first + i * stride]), shift_of(largest));
-        total = SC_FMA(sum[first + i * stride], weight, total);
+    // weights of segments, which all threads share; the host launches no more of them than fit
+    __shared__ float weights[MAX_SEGMENTS], sums[MAX_SEGMENTS];
+    const i32 thread = SC_THREAD;
+    if (thread < active) {
+        weights[thread] = max[first + thread * stride];
+        sums[thread] = sum[first + thread * stride];
     }
+    SC_SYNC();
+    float largest = SC_NEG_INF;
+    for (i32 i = 0; i < active; i++) largest = SC_MAX(largest, weights[i]);
+    SC_SYNC();
+    if (thread < active) weights[thread] = active == 1 ? 1.0f : rescale_of(shift_of(weights[thread]), shift_of(largest));
+    SC_SYNC();
+    float total = 0.0f;
+    for (i32 i = 0; i < active; i++) total = SC_FMA(sums[i], weights[i], total);
     const float inverse = 1.0f / total;
     for (i32 d = SC_THREAD; d < s.value_dim; d += SC_THREADS) {
         float value = 0.0f;
-        for (i32 i = 0; i < active; i++) {
-            const float weight = active == 1 ? 1.0f : rescale_of(shift_of(max[first + i * stride]), shift_of(largest));
-            value = SC_FMA(acc[(first + i * stride) * s.value_dim + d], weight, value);
-        }
+        for (i32 i = 0; i < active; i++) value = SC_FMA(acc[(first + i * stride) * s.value_dim + d], weights[i], value);
         target[d] = bf16_of(value * inverse * factor);
     }
     if (SC_THREAD == 0) lse[(i64)at * s.heads + head] = lse_of(largest, total);

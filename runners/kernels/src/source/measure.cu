@@ -55,8 +55,8 @@ SC_EXPORT measure_mma(const u16 *a, const u16 *b, const float *c, i32 count, flo
 #endif
 }
 
-// The same of one instruction on e4m3fn codes: a [count, 16, 32], b [count, 32, 8]. Cards before compute capability 8.9 have none and leave d as
-// it is. No kernel of this engine multiplies codes: they are widened to bf16 first.
+// The same of one instruction on e4m3fn codes: a [count, 16, 32], b [count, 32, 8]. Cards before compute
+// capability 8.9 have none and leave d as it is. No kernel of this engine multiplies codes: they are widened to bf16 first.
 SC_EXPORT measure_mma_byte(const u8 *a, const u8 *b, const float *c, i32 count, float *d) {
 #if defined(SC_CUDA) && __CUDA_ARCH__ >= 890
     const i32 index = SC_BLOCK_X, lane = SC_THREAD, g = lane / 4, t = lane % 4;

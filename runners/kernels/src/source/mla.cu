@@ -1,4 +1,4 @@
-// Latent attention on tensor cores (mma.sync, bf16 in, f32 out) for the published shape: keys 576 wide, of which the first 512 are
+// Latent attention on tensor cores (mma.sync, bf16 in, f32 out; cards other than Hopper) for the published shape: keys 576 wide, of which the first 512 are
 // the values. A block of eight warps works on 64 heads of one row and a segment of its tokens, 64 tokens at a time, double-buffered.
 // Tiles lie in shared memory in chunks of eight elements, a row's chunks swapped by its number, so that no two lanes of a load
 // meet in a bank. Roundings are those of attend.cu; the sums are those of the matrix unit, which truncates.
@@ -49,6 +49,42 @@ SC_DEVICE u32 widened(i32 dtype, u32 codes) {
     return pair_of(decode(dtype, pair, 0), decode(dtype, pair, 1));
 }
 
+static __device__ __noinline__ void widen_slowly(i32 dtype, u64 codes, u32 *out) {
+    for (i32 i = 0; i < 4; i++) out[i] = widened(dtype, (u32)(codes >> (16 * i)));
+}
+
+// Eight eight-bit codes as eight bf16 numbers. The exponent's bias is mended by an exact product; codes that are no finite number take
+// the slow way.
+SC_DEVICE void widen_chunk(i32 dtype, u64 codes, u32 *out) {
+    const u32 word[2] = {(u32)codes, (u32)(codes >> 32)};
+    u32 odd = 0;
+#pragma unroll
+    for (i32 i = 0; i < 2; i++) {
+        const u32 pattern = dtype == CODE_E5M2 ? 0x7C7C7C7Cu : dtype == CODE_E4M3FN ? 0x7F7F7F7Fu : 0x80808080u;
+        const u32 mask = dtype == CODE_E4M3FNUZ ? 0xFFFFFFFFu : pattern;
+        const u32 t = (word[i] & mask) ^ pattern;
+        odd |= (t - 0x01010101u) & ~t & 0x80808080u;
+    }
+#if defined(FAULT_FNUZ_READ_AS_FN) || defined(FAULT_FN_READ_AS_FNUZ)
+    odd = 1;
+#endif
+    if (odd) {
+        widen_slowly(dtype, codes, out);
+        return;
+    }
+    const u32 shift = dtype == CODE_E5M2 ? 3 : 4;
+    // 2^112, 2^120 or 2^119 in both halves
+    const u32 bias = dtype == CODE_E5M2 ? 0x77807780u : dtype == CODE_E4M3FN ? 0x7B807B80u : 0x7B007B00u;
+#pragma unroll
+    for (i32 i = 0; i < 4; i++) {
+        const u32 lanes = __byte_perm(word[i >> 1], 0, i & 1 ? 0x3424 : 0x1404);
+        const u32 magnitude = (lanes & 0x7F007F00u) >> shift;
+        u32 value;
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(value) : "r"(magnitude), "r"(bias), "r"(0x80008000u));
+        out[i] = (value & 0x7FFF7FFFu) | (lanes & 0x80008000u);
+    }
+}
+
 // Loads the tokens of a tile: four threads a token, chunks in turn.
 template <bool WIDE>
 SC_DEVICE void load_tile(const Shape &s, const Batch &b, const i32 *table, i32 request, const u8 *keys, i64 rank_row, i32 tile,
@@ -67,8 +103,9 @@ SC_DEVICE void load_tile(const Shape &s, const Batch &b, const i32 *table, i32 r
         for (i32 j = 0; j < MLA_CHUNKS / 4; j++) {
             const i32 c = SC_THREAD % 4 + 4 * j;
             u64 codes = slot < 0 ? 0 : *(const u64 *)(row + c * 8);
-            store_chunk(to + key_at(r, c), widened(s.dtype, (u32)codes), widened(s.dtype, (u32)(codes >> 16)),
-                        widened(s.dtype, (u32)(codes >> 32)), widened(s.dtype, (u32)(codes >> 48)));
+            u32 wide[4];
+            widen_chunk(s.dtype, codes, wide);
+            store_chunk(to + key_at(r, c), wide[0], wide[1], wide[2], wide[3]);
         }
     }
     asm volatile("cp.async.commit_group;");
@@ -250,6 +287,7 @@ SC_DEVICE void attend_latent(const Shape &s, const Batch *batch, const i32 *tabl
         }
 }
 
+#if !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 // Blocks: (rank·T + row, 64 heads, segment), MLA_THREADS threads, as attend_paged otherwise. The accumulators still lack the cache
 // scale: finish_segments is given it.
 extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
@@ -264,4 +302,5 @@ extern "C" __global__ void __launch_bounds__(MLA_THREADS, 1)
                        i32 *error) {
     attend_latent<false>(s, batch, table, row_lens, row_requests, rows, segments, query, keys, max, sum, acc, error);
 }
+#endif
 #endif
