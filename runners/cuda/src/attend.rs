@@ -58,17 +58,18 @@ impl Kernel {
         }
     }
 
-    /// Segments that fill the card, no more than the longest row has use for, nor than memory holds.
-    pub fn segments(self, queue: &Queue, shape: &Shape, rows: usize, longest: usize) -> usize {
-        let at = shape.ranks as usize * rows;
-        let blocks = (at * self.blocks_of_heads(shape)).max(1);
+    /// Segments of a row that spread the tokens of all rows evenly over the card: `longest` is the most tokens of a row, `total` those of
+    /// all rows on all ranks. No more than there is memory for.
+    pub fn segments(self, queue: &Queue, shape: &Shape, rows: usize, longest: usize, total: usize) -> usize {
         let resident = match self {
             Self::Plain => 4 * queue.device.properties.multiprocessors,
             Self::Latent | Self::Warpgroups => queue.device.properties.multiprocessors,
         };
+        let tokens_a_block = (total * self.blocks_of_heads(shape)).div_ceil(resident);
+        let at = shape.ranks as usize * rows;
         let bytes = (at * shape.width as usize * shape.value_dim as usize * 4).max(1);
-        (resident / blocks)
-            .min(longest.div_ceil(shardcheck_kernels::MIN_SEGMENT_TOKENS))
+        longest
+            .div_ceil(tokens_a_block.max(shardcheck_kernels::MIN_SEGMENT_TOKENS))
             .min(MAX_SEGMENT_BYTES / bytes)
             .clamp(1, shardcheck_kernels::MAX_SEGMENTS)
     }
@@ -419,11 +420,17 @@ impl Question {
         Ok(Self { batch, causal, query, w_uv })
     }
 
-    /// Tokens of the longest request on the rank that holds most of it.
-    pub fn longest(&self, shape: &Shape) -> usize {
+    /// Most tokens that a row sees on a rank, and those of all rows on all ranks, at most.
+    pub fn tokens(&self, shape: &Shape) -> (usize, usize) {
         let round = (shape.interleave * shape.world) as usize;
-        let len = self.batch.lens.iter().copied().max().unwrap_or(0) as usize;
-        len / round * shape.interleave as usize + (len % round).min(shape.interleave as usize)
+        let local = |len: i32| {
+            let len = len as usize;
+            len / round * shape.interleave as usize + (len % round).min(shape.interleave as usize)
+        };
+        let lens = || self.batch.lens.iter().map(|len| local(*len));
+        let rows = self.batch.starts.windows(2).map(|edge| (edge[1] - edge[0]) as usize);
+        let total = rows.zip(lens()).map(|(rows, len)| rows * len).sum::<usize>();
+        (lens().max().unwrap_or(0), total * shape.ranks as usize)
     }
 
     /// Puts the question into the buffers of a step. Rows and requests beyond those of the question are padding.

@@ -72,11 +72,12 @@ impl CudaSession {
     fn attend(&self, question: &Question) -> Result<Reply, EngineError> {
         let rows = question.batch.rows;
         let kernel = Kernel::of(&self.queue, &self.configuration, &self.shape);
+        let (longest, total) = question.tokens(&self.shape);
         let bucket = Bucket {
             rows,
             requests: question.batch.requests(),
             entries: question.batch.table.len(),
-            segments: kernel.segments(&self.queue, &self.shape, rows, question.longest(&self.shape)),
+            segments: kernel.segments(&self.queue, &self.shape, rows, longest, total),
             projects: question.w_uv.is_some(),
         };
         let step = Step::allocate(&self.queue, &self.configuration, &self.shape, bucket)?;
@@ -90,13 +91,14 @@ impl CudaSession {
     fn replay(&mut self, question: &Question) -> Result<Reply, EngineError> {
         let rows = question.batch.rows.next_power_of_two();
         let kernel = Kernel::of(&self.queue, &self.configuration, &self.shape);
-        // a graph is fixed to its segments, so they are those of the longest request that there could be
+        // a graph is fixed to its segments, so they are those of rows that share what the cache holds at most
         let longest = self.configuration.blocks * self.configuration.block_size;
+        let total = longest * self.configuration.tp;
         let bucket = Bucket {
             rows,
             requests: question.batch.requests().next_power_of_two(),
             entries: question.batch.table.len().next_power_of_two(),
-            segments: kernel.segments(&self.queue, &self.shape, rows, longest),
+            segments: kernel.segments(&self.queue, &self.shape, rows, longest, total),
             projects: question.w_uv.is_some(),
         };
         let seen = self.captured.contains_key(&bucket);

@@ -61,7 +61,8 @@ impl Decode {
         let query = words(lens.len() * configuration.total_heads() * configuration.attention.qk_dim());
         let question = Question { batch: batch_of(&configuration, lens), causal: true, query, w_uv: None };
         let kernel = Kernel::of(queue, &configuration, &shape);
-        let segments = kernel.segments(queue, &shape, lens.len(), question.longest(&shape));
+        let (longest, total) = question.tokens(&shape);
+        let segments = kernel.segments(queue, &shape, lens.len(), longest, total);
         let bucket = Bucket {
             rows: lens.len(),
             requests: lens.len(),

@@ -80,7 +80,7 @@ SC_DEVICE u32 encode(i32 dtype, float x) {
         const u16 code = bf16_of(x);
         return (code & 0x7FFFu) == 0x7F80u ? code - 1u : code;
     }
-    case CODE_F16: return saturated(x, 10, 15, 0x7BFFu, 0x7E00u | ((bits >> 16) & 0x8000u), 0x8000u);
+    case CODE_F16: return saturated(x, 10, 15, 0x7BFFu, 0x7E00u | ((bits >> 16) & 0x8000u) | ((bits >> 13) & 0x3FFu), 0x8000u);
     case CODE_E4M3FN: return saturated(x, 3, 7, 0x7Eu, 0x7Fu | ((bits >> 24) & 0x80u), 0x80u);
     case CODE_E4M3FNUZ: {
         const u32 code = saturated(x, 3, 8, 0x7Fu, 0x80u, 0x80u);
