@@ -49,6 +49,23 @@ impl EngineArgs {
     pub fn is_cuda(&self) -> bool {
         matches!(choice(self.name()), Ok(Choice::Cuda(_)))
     }
+
+    /// Refuses a name that stands for nothing.
+    ///
+    /// # Errors
+    /// [`EngineChoiceError::UnknownEngine`].
+    pub fn check(&self) -> Result<(), EngineChoiceError> {
+        choice(self.name()).map(drop)
+    }
+
+    /// Whether the engine can be opened with that fault.
+    pub fn has_fault(&self, name: &str) -> bool {
+        match choice(self.name()) {
+            Ok(Choice::Embedded) => fault(name).is_some(),
+            Ok(Choice::Cuda(graphs)) => shardcheck_cuda::has_fault(name, graphs),
+            _ => false,
+        }
+    }
 }
 
 /// Name of the embedded engine.
@@ -113,11 +130,11 @@ pub enum EngineChoiceError {
         /// The known name that looks most like it.
         suggestion: Option<String>,
     },
-    /// A fault that the kernels have not got.
+    /// A fault that the native engine has not got.
     #[error(
-        "{name} is a fault of the embedded engine's host side; the kernels of {engine} have no such part"
+        "{name} is a fault of a part that {engine} has not got; `shardcheck mutants list --engine {engine}` lists its own"
     )]
-    NotInKernels {
+    NotInEngine {
         /// Its name.
         name: String,
         /// Engine that was given.
@@ -210,9 +227,9 @@ pub fn open(
         }
         (Choice::Cuda(graphs), fault_name) => {
             let fault = fault_name.map(find_fault).transpose()?.map(|fault| fault.name);
-            if let Some(name) = fault.filter(|name| !shardcheck_kernels::has_fault(name)) {
+            if let Some(name) = fault.filter(|name| !shardcheck_cuda::has_fault(name, graphs)) {
                 let (name, engine) = (name.to_owned(), args.name().to_owned());
-                return Err(EngineChoiceError::NotInKernels { name, engine });
+                return Err(EngineChoiceError::NotInEngine { name, engine });
             }
             let options = shardcheck_cuda::Options { graphs, fault, ..Default::default() };
             let engine = CudaEngine::open(options).map_err(|error| no_device(args, error))?;
@@ -326,6 +343,29 @@ mod tests {
         let args = EngineArgs { engine: Some("exec:true".to_owned()), start_timeout_s: 1.0 };
         let error = open(&args, Some("ranks-averaged"), 1.0).err().unwrap().to_string();
         assert!(error.contains("--boundary"), "{error}");
+    }
+
+    #[test]
+    fn the_native_engine_has_the_faults_of_its_kernels_and_with_graphs_those_of_replays() {
+        let has = |engine: &str, name: &str| {
+            EngineArgs { engine: Some(engine.to_owned()), start_timeout_s: 1.0 }.has_fault(name)
+        };
+        assert!(has("cuda", "ranks-averaged") && has("cuda:graphs", "ranks-averaged"));
+        assert!(
+            !has("cuda", "lengths-captured-by-bucket") && has("cuda:graphs", "lengths-captured-by-bucket")
+        );
+        assert!(!has("cuda", "drafts-refused-everywhere") && has("cpu", "drafts-refused-everywhere"));
+        // every macro of the kernels and every fault of a replay is a fault that is known
+        let known = |name: &str| faults().iter().any(|fault| fault.name == name);
+        let in_kernels = shardcheck_kernels::fault_macros();
+        assert!(in_kernels.len() > 90, "{}", in_kernels.len());
+        for name in in_kernels {
+            assert!(
+                faults().iter().any(|fault| shardcheck_kernels::macro_name(fault.name) == name),
+                "{name}"
+            );
+        }
+        assert!(known("mask-absent-since-capture"));
     }
 
     #[test]

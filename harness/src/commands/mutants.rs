@@ -38,6 +38,10 @@ enum MutantsVerb {
         /// Print the faults at the boundary of an engine instead
         #[arg(long)]
         boundary: bool,
+
+        /// Print the faults that this engine has: `cpu`, `cuda` or `cuda:graphs`
+        #[arg(long, value_name = "ENGINE")]
+        engine: Option<String>,
     },
     /// Let each fault fail some cases and see whether the diagnosis names it
     ///
@@ -105,8 +109,8 @@ pub enum Format {
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
-        MutantsVerb::List { boundary: true, format } => list_boundary(*format),
-        MutantsVerb::List { format, .. } => list(*format),
+        MutantsVerb::List { boundary: true, format, .. } => list_boundary(*format),
+        MutantsVerb::List { format, engine, .. } => list(*format, engine.clone()),
         MutantsVerb::Matrix(args) => super::matrix::run(args),
         MutantsVerb::Run(args) if args.boundary => boundary(args),
         MutantsVerb::Run(args) => kill(args),
@@ -115,9 +119,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     }
 }
 
-fn list(format: Format) -> Result<Exit, CommandError> {
+fn list(format: Format, engine: Option<String>) -> Result<Exit, CommandError> {
+    let engine = EngineArgs { engine, start_timeout_s: 0.0 };
+    engine.check()?;
     let mut out = std::io::stdout().lock();
-    for fault in faults() {
+    for fault in faults().iter().filter(|fault| engine.has_fault(fault.name)) {
         let line = match format {
             Format::Text => format!("{:<36} {:<17} {}", fault.name, fault.class.name(), fault.title),
             Format::Json => serde_json::json!({
@@ -180,7 +186,7 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     let mut chosen = chosen(&args.faults)?;
     let native = args.engine.is_cuda();
     if native && args.faults.is_empty() {
-        chosen.retain(|fault| shardcheck_kernels::has_fault(fault.name));
+        chosen.retain(|fault| args.engine.has_fault(fault.name));
     } else if !native && !args.engine.is_embedded() {
         return Err(engines::EngineChoiceError::NoFaults { engine: args.engine.name().to_owned() }.into());
     }

@@ -5,11 +5,12 @@ use std::sync::Arc;
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
-use crate::batch::{Batch, DeviceBatch, contiguous, query_rows};
+use crate::batch::{Batch, DeviceBatch, bytes_of, contiguous, query_rows};
 use crate::caches::{Caches, check};
 use crate::exchange::{Backend, MergeBuffers, MergeShape, Route, Wire};
 use crate::layout::row_metadata;
 use crate::queue::{Argument, Buffer, Extent, Queue};
+use crate::session::ReplayFault;
 use crate::shape::{Shape, head_blocks};
 
 /// Most bytes of the accumulators of segments.
@@ -438,9 +439,41 @@ impl Question {
     /// # Errors
     /// What the driver says.
     pub fn ask(&self, queue: &Arc<Queue>, step: &Step) -> Result<(), EngineError> {
-        step.metadata.write(queue, &self.batch, self.causal)?;
+        self.ask_as(queue, step, None, false)
+    }
+
+    /// The same, leaving as it was what a fault leaves.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn ask_as(
+        &self,
+        queue: &Arc<Queue>,
+        step: &Step,
+        fault: Option<ReplayFault>,
+        captured_without_mask: bool,
+    ) -> Result<(), EngineError> {
+        let masked = !(fault == Some(ReplayFault::Mask) && captured_without_mask);
+        step.metadata.write_header(queue, &self.batch, self.causal && masked)?;
+        if !matches!(fault, Some(ReplayFault::Lengths | ReplayFault::LateLengths)) {
+            self.write_lengths(queue, step)?;
+        }
+        if fault != Some(ReplayFault::Rows) {
+            queue.write(&step.metadata.starts, &bytes_of(&self.batch.starts))?;
+        }
+        if fault != Some(ReplayFault::Table) {
+            queue.write(&step.metadata.table, &bytes_of(&self.batch.table))?;
+        }
         queue.write(&step.query, &self.query)?;
         queue.write(&step.w_uv, self.w_uv.as_deref().unwrap_or_default())
+    }
+
+    /// Puts the lengths of requests into the buffers of a step.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn write_lengths(&self, queue: &Arc<Queue>, step: &Step) -> Result<(), EngineError> {
+        queue.write(&step.metadata.lens, &bytes_of(&self.batch.lens))
     }
 
     /// The reply, once the step has run.

@@ -91,12 +91,20 @@ impl DeviceBatch {
     /// # Errors
     /// What the driver says.
     pub fn write(&self, queue: &Arc<Queue>, batch: &Batch, causal: bool) -> Result<(), EngineError> {
-        let header = [batch.requests() as i32, batch.rows as i32, batch.width as i32, i32::from(causal)]
-            .map(i32::to_le_bytes);
-        queue.write(&self.header, &header.concat())?;
+        self.write_header(queue, batch, causal)?;
         queue.write(&self.lens, &bytes_of(&batch.lens))?;
         queue.write(&self.starts, &bytes_of(&batch.starts))?;
         queue.write(&self.table, &bytes_of(&batch.table))
+    }
+
+    /// Replaces the extents and the mask.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn write_header(&self, queue: &Arc<Queue>, batch: &Batch, causal: bool) -> Result<(), EngineError> {
+        let header = [batch.requests() as i32, batch.rows as i32, batch.width as i32, i32::from(causal)]
+            .map(i32::to_le_bytes);
+        queue.write(&self.header, &header.concat())
     }
 }
 

@@ -10,7 +10,7 @@ use crate::caches::sizes;
 use crate::device::{Device, NoDevice};
 use crate::profile::profile;
 use crate::queue::Queue;
-use crate::session::CudaSession;
+use crate::session::{CudaSession, ReplayFault};
 use crate::shape::{Shape, code_of};
 
 /// Whether steps are captured once and replayed.
@@ -31,7 +31,7 @@ pub struct Options<'a> {
     pub graphs: Graphs,
     /// Target that the kernels are compiled for; the card's own where there is none.
     pub target: Option<&'a str>,
-    /// One defect in the kernels, by its name.
+    /// One defect, by its name: in the kernels, or in what a replay writes anew ([`has_fault`]).
     pub fault: Option<&'a str>,
 }
 
@@ -45,7 +45,13 @@ impl Default for Options<'_> {
 pub struct CudaEngine {
     device: Arc<Device>,
     graphs: Graphs,
+    fault: Option<ReplayFault>,
     profile: Profile,
+}
+
+/// Whether the engine has a fault of that name: in its kernels, or with graphs in what a replay writes anew.
+pub fn has_fault(name: &str, graphs: Graphs) -> bool {
+    shardcheck_kernels::has_fault(name) || (graphs == Graphs::On && ReplayFault::of(name).is_some())
 }
 
 impl CudaEngine {
@@ -54,9 +60,10 @@ impl CudaEngine {
     /// # Errors
     /// [`NoDevice`], which says what is missing.
     pub fn open(options: Options<'_>) -> Result<Self, NoDevice> {
-        let device = Device::open(options.ordinal, options.target, options.fault)?;
+        let in_kernels = options.fault.filter(|name| shardcheck_kernels::has_fault(name));
+        let device = Device::open(options.ordinal, options.target, in_kernels)?;
         let profile = profile(&device.properties, options.graphs);
-        Ok(Self { device, graphs: options.graphs, profile })
+        Ok(Self { device, graphs: options.graphs, fault: options.fault.and_then(ReplayFault::of), profile })
     }
 
     /// The device.
@@ -85,7 +92,7 @@ impl Engine for CudaEngine {
             return Ok(Answer::Unsupported(reason));
         }
         let queue = Queue::new(Arc::clone(&self.device))?;
-        let session = CudaSession::new(queue, configuration.clone(), self.graphs)?;
+        let session = CudaSession::new(queue, configuration.clone(), self.graphs, self.fault)?;
         Ok(Answer::Done(Box::new(session)))
     }
 }

@@ -23,7 +23,7 @@ mod states;
 mod timing;
 
 pub use device::{Device, NoDevice, Properties, count};
-pub use engine::{CudaEngine, Graphs, Options};
+pub use engine::{CudaEngine, Graphs, Options, has_fault};
 pub use queue::{Argument, Buffer, Extent, Graph, Queue};
 pub use readings::{CardReading, readings};
 pub use timing::Decode;

@@ -17,11 +17,50 @@ use crate::states::{merge_partials, merge_segments, merge_states, pack_lse};
 /// Most captured steps that a session keeps.
 const MAX_CAPTURED: usize = 16;
 
+/// What a replay may wrongly leave as it was captured. Each is the embedded engine's fault of the same name, in the place where graphs
+/// make it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ReplayFault {
+    /// Lengths are never written again.
+    Lengths,
+    /// The block table is never written again.
+    Table,
+    /// Starts of requests are never written again.
+    Rows,
+    /// Lengths are written after the kernels have read them.
+    LateLengths,
+    /// A graph that was captured with one row a request goes on without a mask.
+    Mask,
+}
+
+impl ReplayFault {
+    /// All of them.
+    pub const ALL: [Self; 5] = [Self::Lengths, Self::Table, Self::Rows, Self::LateLengths, Self::Mask];
+
+    /// Name among all faults.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Lengths => "lengths-captured-by-bucket",
+            Self::Table => "block-table-of-the-first-step",
+            Self::Rows => "rows-of-the-first-step",
+            Self::LateLengths => "lengths-of-the-previous-step",
+            Self::Mask => "mask-absent-since-capture",
+        }
+    }
+
+    /// The fault of that name.
+    pub fn of(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|fault| fault.name() == name)
+    }
+}
+
 /// A step whose kernels were captured once and are replayed over what its buffers hold.
 struct Captured {
     // the graph goes before the memory that it uses
     graph: Graph,
     step: Step,
+    /// Whether no request had more than one row when it was captured.
+    single_rows: bool,
 }
 
 /// A session of the CUDA engine.
@@ -29,6 +68,7 @@ pub struct CudaSession {
     configuration: Configuration,
     shape: Shape,
     graphs: Graphs,
+    fault: Option<ReplayFault>,
     captured: HashMap<Bucket, Captured>,
     caches: Caches,
     queue: Arc<Queue>,
@@ -39,10 +79,15 @@ impl CudaSession {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn new(queue: Arc<Queue>, configuration: Configuration, graphs: Graphs) -> Result<Self, EngineError> {
+    pub fn new(
+        queue: Arc<Queue>,
+        configuration: Configuration,
+        graphs: Graphs,
+        fault: Option<ReplayFault>,
+    ) -> Result<Self, EngineError> {
         let shape = Shape::of(&configuration);
         let caches = Caches::unwritten(&queue, &configuration, &shape)?;
-        Ok(Self { configuration, shape, graphs, captured: HashMap::new(), caches, queue })
+        Ok(Self { configuration, shape, graphs, fault, captured: HashMap::new(), caches, queue })
     }
 
     fn perform(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Reply, EngineError> {
@@ -112,11 +157,16 @@ impl CudaSession {
             step.enqueue(&self.queue, &self.caches)?;
             self.queue.wait()?;
             let graph = self.queue.capture(|| step.enqueue(&self.queue, &self.caches))?;
-            self.captured.insert(bucket, Captured { graph, step });
+            let single_rows = question.batch.max_query_len() <= 1;
+            self.captured.insert(bucket, Captured { graph, step, single_rows });
         }
         let captured = &self.captured[&bucket];
-        question.ask(&self.queue, &captured.step)?;
+        let fault = self.fault.filter(|_| seen);
+        question.ask_as(&self.queue, &captured.step, fault, captured.single_rows)?;
         captured.graph.replay()?;
+        if fault == Some(ReplayFault::LateLengths) {
+            question.write_lengths(&self.queue, &captured.step)?;
+        }
         let mut reply = question.reply(&self.queue, &self.configuration, &captured.step)?;
         let graph = if seen { "replayed" } else { "captured" };
         reply.effective = reply.effective.with("graph", graph).with("bucket_rows", rows);

@@ -3,6 +3,7 @@
 //! The text includes no header of a vendor, so NVRTC, hipRTC, `nvcc` and a bare `clang` compile it. What every kernel takes and
 //! where its results lie stands above it in `source/`. A defect is a `#define`: the healthy text has no branch for it.
 
+use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The files of the source, in the order in which they are joined.
@@ -71,9 +72,14 @@ pub fn macro_name(fault: &str) -> String {
 
 /// Whether the kernels have that fault.
 pub fn has_fault(fault: &str) -> bool {
-    let name = macro_name(fault);
+    fault_macros().contains(&macro_name(fault).as_str())
+}
+
+/// The macros of all faults that the kernels have.
+pub fn fault_macros() -> BTreeSet<&'static str> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    FILES.iter().any(|(_, text)| text.split(|c| !is_word(c)).any(|word| word == name))
+    let words = FILES.iter().flat_map(|(_, text)| text.split(move |c| !is_word(c)));
+    words.filter(|word| word.starts_with("FAULT_")).collect()
 }
 
 #[cfg(test)]
