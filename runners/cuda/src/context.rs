@@ -117,52 +117,42 @@ pub fn attend_context(
     queue.fill(&walk.keys, 0xFF)?;
     queue.fill(&walk.values, 0xFF)?;
 
-    let context = walk.empty_state(rows)?;
-    let (mut chunk_lens, mut collectives, mut base) = (Vec::new(), 0u64, 0usize);
+    let context = walk.empty_state()?;
+    let states = (ranks * rows * own, dim);
+    let mut chunks = Chunks::default();
     for window in &plan.windows {
-        let (counts, gathers) = walk.gather(&plan.padded, window, base)?;
-        collectives += u64::from(gathers);
-        let firsts = starts_of(&counts);
-        let of_row = |row: Option<usize>| {
-            row.map_or((0, 0), |request| (base as i32 + firsts[request], counts[request] as i32))
-        };
-        let seen = walk.rows_by_request().into_iter().map(|row| of_row(row.map(|(request, _)| request)));
-        let source = (&walk.keys, (!attention.is_mla()).then_some(&walk.values), total);
-        let state = walk.attend(rows, seen.unzip(), source)?;
-        enqueue_merge(
-            queue,
-            (&context, &state),
-            (ranks * rows * own, dim),
-            Wire::Single,
-            MERGE_CHUNK,
-            (&context.0, &context.1),
-        )?;
-        base += counts.iter().sum::<usize>();
-        chunk_lens.extend(counts.into_iter().map(|count| count as i32));
+        let (counts, gathers) = walk.gather(&plan.padded, window, chunks.tokens)?;
+        let state = walk.attend_chunk(&counts, chunks.tokens)?;
+        let merged = (&context.0, &context.1);
+        enqueue_merge(queue, (&context, &state), states, Wire::Single, MERGE_CHUNK, merged)?;
+        chunks.add(counts, gathers);
     }
-    let seen = walk.rows_by_request().into_iter().map(|row| walk.new_tokens_of(row));
-    let suffix = walk.attend(rows, seen.unzip(), (&new_keys, new_values.as_ref(), 0))?;
+    let suffix = walk.attend_suffix((&new_keys, new_values.as_ref()))?;
     let (out, lse) = (queue.allocate(2 * ranks * rows * own * dim)?, queue.allocate(4 * ranks * rows * own)?);
     queue.fill(&out, 0xFF)?;
     queue.fill(&lse, 0xFF)?;
-    let states = (ranks * rows * own, dim);
     enqueue_merge(queue, (&context, &suffix), states, Wire::Half, MERGE_SUFFIX, (&out, &lse))?;
     check(queue, &walk.error)?;
+    walk.reply((&out, &lse), &context, &chunks)
+}
 
-    let f32s = |buffer: &Buffer, shape: &[usize]| whole(queue, buffer, Dtype::F32, shape);
-    let chunks = plan.windows.len();
-    let outputs = Tensors::new()
-        .with("out", whole(queue, &out, Dtype::Bf16, &[ranks, rows, own, dim])?)
-        .with("lse", f32s(&lse, &[ranks, rows, own])?)
-        .with("context_out", f32s(&context.0, &[ranks, rows, own, dim])?)
-        .with("context_lse", f32s(&context.1, &[ranks, rows, own])?)
-        .with("gathered_key", f32s(&walk.keys, &[ranks, total, attention.kv_heads(), attention.qk_dim()])?)
-        .with("chunk_lens", Tensor::from_i32(&[ranks, chunks, batch.requests()], &chunk_lens.repeat(ranks)));
-    let route = Route::of(configuration, false).report(configuration.lane_order);
-    let backend = route.get("comm_backend").unwrap_or("none").to_owned();
-    let effective =
-        EffectivePath::new().with("route", "context").with("comm_backend", backend).with("chunks", chunks);
-    Ok(Reply { outputs, effective, collectives: vec![collectives; ranks] })
+/// What was gathered, chunk by chunk.
+#[derive(Default)]
+struct Chunks {
+    count: usize,
+    tokens: usize,
+    /// Tokens of each request in each chunk.
+    lens: Vec<i32>,
+    collectives: u64,
+}
+
+impl Chunks {
+    fn add(&mut self, counts: Vec<usize>, gathers: bool) {
+        self.count += 1;
+        self.collectives += u64::from(gathers);
+        self.tokens += counts.iter().sum::<usize>();
+        self.lens.extend(counts.into_iter().map(|count| count as i32));
+    }
 }
 
 /// bf16 values as f32 on the device.
@@ -173,9 +163,35 @@ fn widened(queue: &Arc<Queue>, codes: &[u8]) -> Result<Buffer, EngineError> {
 }
 
 impl Walk<'_> {
+    fn reply(
+        &self,
+        (out, lse): (&Buffer, &Buffer),
+        context: &(Buffer, Buffer),
+        chunks: &Chunks,
+    ) -> Result<Reply, EngineError> {
+        let (ranks, rows, own) = (self.configuration.tp, self.batch.rows, self.configuration.heads_per_rank);
+        let attention = self.configuration.attention;
+        let (kv_heads, dim) = (attention.kv_heads(), attention.value_dim());
+        let f32s = |buffer: &Buffer, shape: &[usize]| whole(self.queue, buffer, Dtype::F32, shape);
+        let chunk_lens = [ranks, chunks.count, self.batch.requests()];
+        let outputs = Tensors::new()
+            .with("out", whole(self.queue, out, Dtype::Bf16, &[ranks, rows, own, dim])?)
+            .with("lse", f32s(lse, &[ranks, rows, own])?)
+            .with("context_out", f32s(&context.0, &[ranks, rows, own, dim])?)
+            .with("context_lse", f32s(&context.1, &[ranks, rows, own])?)
+            .with("gathered_key", f32s(&self.keys, &[ranks, self.total, kv_heads, attention.qk_dim()])?)
+            .with("chunk_lens", Tensor::from_i32(&chunk_lens, &chunks.lens.repeat(ranks)));
+        let route = Route::of(self.configuration, false).report(self.configuration.lane_order);
+        let effective = EffectivePath::new()
+            .with("route", "context")
+            .with("comm_backend", route.get("comm_backend").unwrap_or("none"))
+            .with("chunks", chunks.count);
+        Ok(Reply { outputs, effective, collectives: vec![chunks.collectives; ranks] })
+    }
+
     /// State and LSE of rows that see nothing.
-    fn empty_state(&self, rows: usize) -> Result<(Buffer, Buffer), EngineError> {
-        let heads = self.configuration.tp * rows * self.configuration.heads_per_rank;
+    fn empty_state(&self) -> Result<(Buffer, Buffer), EngineError> {
+        let heads = self.configuration.tp * self.batch.rows * self.configuration.heads_per_rank;
         let dim = self.configuration.attention.value_dim();
         let (out, lse) = (self.queue.allocate(4 * heads * dim)?, self.queue.allocate(4 * heads)?);
         self.queue.fill(&out, 0)?;
@@ -187,20 +203,48 @@ impl Walk<'_> {
         Ok((out, lse))
     }
 
-    /// Request of each row and its place among the rows of its request.
-    fn rows_by_request(&self) -> Vec<Option<(usize, usize)>> {
-        let mut rows = vec![None; self.batch.rows];
-        for (request, edge) in self.batch.starts.windows(2).enumerate() {
-            for row in edge[0]..edge[1] {
-                rows[row as usize] = Some((request, (row - edge[0]) as usize));
-            }
-        }
-        rows
+    /// Attention over a gathered chunk, whose tokens lie behind `base`, `counts` of each request.
+    fn attend_chunk(&self, counts: &[usize], base: usize) -> Result<(Buffer, Buffer), EngineError> {
+        let queue = self.queue;
+        let of_requests = queue.upload_i32(&counts.iter().map(|count| *count as i32).collect::<Vec<_>>())?;
+        let request_firsts = queue.upload_i32(&starts_of(counts))?;
+        let seen = self.rows()?;
+        let arguments = [
+            self.metadata.header.argument(),
+            self.metadata.starts.argument(),
+            Argument::Int(self.batch.rows as i32),
+            Argument::Long(base as i64),
+            request_firsts.argument(),
+            of_requests.argument(),
+            seen.0.argument(),
+            seen.1.argument(),
+        ];
+        queue.launch("rows_of_chunk", Extent::over(self.batch.rows), &arguments)?;
+        let values = (!self.configuration.attention.is_mla()).then_some(&self.values);
+        self.attend(&seen, (&self.keys, values, self.total))
     }
 
-    /// First new token of a row's request, and how many of them the row sees.
-    fn new_tokens_of(&self, row: Option<(usize, usize)>) -> (i32, i32) {
-        row.map_or((0, 0), |(request, row)| (self.batch.starts[request], row as i32 + 1))
+    /// Attention of the new tokens among themselves.
+    fn attend_suffix(
+        &self,
+        (keys, values): (&Buffer, Option<&Buffer>),
+    ) -> Result<(Buffer, Buffer), EngineError> {
+        let seen = self.rows()?;
+        let arguments = [
+            self.metadata.header.argument(),
+            self.metadata.starts.argument(),
+            Argument::Int(self.batch.rows as i32),
+            seen.0.argument(),
+            seen.1.argument(),
+        ];
+        self.queue.launch("rows_of_suffix", Extent::over(self.batch.rows), &arguments)?;
+        self.attend(&seen, (keys, values, 0))
+    }
+
+    /// Room for the first token and the number of tokens that each row sees.
+    fn rows(&self) -> Result<(Buffer, Buffer), EngineError> {
+        let room = || self.queue.allocate(4 * self.batch.rows);
+        Ok((room()?, room()?))
     }
 
     /// Gathers a window of every request and puts its tokens behind `base` into keys and values. Tokens of each request, and whether
@@ -266,14 +310,14 @@ impl Walk<'_> {
         Ok((counts, gathers))
     }
 
-    /// Attention of every rank's own heads over f32 rows of which row `t` sees `counts[t]` from `firsts[t]` on; each rank's rows are `stride`
-    /// apart.
+    /// Attention of every rank's own heads over f32 rows of which row `t` sees `counts[t]` from `firsts[t]` on; each rank's rows are
+    /// `stride` apart.
     fn attend(
         &self,
-        rows: usize,
-        (firsts, counts): (Vec<i32>, Vec<i32>),
+        (firsts, counts): &(Buffer, Buffer),
         (keys, values, stride): (&Buffer, Option<&Buffer>, usize),
     ) -> Result<(Buffer, Buffer), EngineError> {
+        let rows = self.batch.rows;
         let (queue, ranks, own) = (self.queue, self.configuration.tp, self.configuration.heads_per_rank);
         let heads = ranks * rows * own;
         let dim = self.configuration.attention.value_dim();
@@ -282,7 +326,6 @@ impl Walk<'_> {
         for buffer in [&max, &sum, &acc, &lse] {
             queue.fill(buffer, 0xFF)?;
         }
-        let (firsts, counts) = (queue.upload_i32(&firsts)?, queue.upload_i32(&counts)?);
         let session = Argument::Shape(*self.shape);
         let block = dense_block_heads(self.shape);
         let row_count = Argument::Int(rows as i32);

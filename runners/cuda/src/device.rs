@@ -107,6 +107,8 @@ const KERNELS: &[&str] = &[
     "merge_segments",
     "read_chunk",
     "reorganise_chunk",
+    "rows_of_chunk",
+    "rows_of_suffix",
     "measure_exp",
     "measure_mma",
     "measure_warpgroup",

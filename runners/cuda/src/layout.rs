@@ -28,11 +28,7 @@ pub fn derive(
     let (ranks, requests, rows) = (configuration.tp, batch.requests(), batch.rows);
     let causal = DeviceBatch::upload(queue, &batch, true)?;
     let whole = DeviceBatch::upload(queue, &batch, false)?;
-    let poisoned = |bytes: usize| -> Result<Buffer, EngineError> {
-        let buffer = queue.allocate(bytes)?;
-        queue.fill(&buffer, 0xFE)?;
-        Ok(buffer)
-    };
+    let poisoned = |bytes: usize| poisoned(queue, bytes);
     let row_lens = poisoned(4 * ranks * rows)?;
     let draft_lens = poisoned(4 * ranks * rows)?;
     let row_requests = queue.allocate(4 * rows)?;
@@ -45,49 +41,10 @@ pub fn derive(
     queue.launch("request_metadata", Extent::over(ranks * requests), &arguments)?;
 
     let error = queue.upload_i32(&[0])?;
-    let firsts: Vec<i64> = std::iter::once(0)
-        .chain(batch.lens.iter().scan(0i64, |total, len| {
-            *total += i64::from(*len);
-            Some(*total)
-        }))
-        .collect();
-    let total = firsts[requests] as usize;
-    let (firsts, slots) = (queue.upload_i64(&firsts)?, poisoned(8 * ranks * total)?);
-    queue.launch(
-        "position_slots",
-        Extent::over(ranks * total),
-        &[
-            Argument::Shape(*shape),
-            causal.header.argument(),
-            causal.table.argument(),
-            firsts.argument(),
-            Argument::Long(total as i64),
-            slots.argument(),
-            error.argument(),
-        ],
-    )?;
+    let (slots, total) = position_slots(queue, shape, &batch, &causal, &error)?;
     let page = largest_power_of_two(configuration.block_size).min(MAX_SUB_PAGE);
     let virtual_block = configuration.virtual_block_tokens();
-    let parts = configuration.block_size / page;
-    let longest =
-        batch.lens.iter().map(|len| (*len as usize).div_ceil(virtual_block) * parts).max().unwrap_or(0);
-    let pages = poisoned(4 * ranks * requests * longest)?;
-    if ranks * requests * longest > 0 {
-        queue.launch(
-            "sub_page_table",
-            Extent::over(ranks * requests * longest),
-            &[
-                Argument::Shape(*shape),
-                causal.header.argument(),
-                causal.lens.argument(),
-                causal.table.argument(),
-                Argument::Int(page as i32),
-                Argument::Int(longest as i32),
-                pages.argument(),
-                error.argument(),
-            ],
-        )?;
-    }
+    let (pages, longest) = sub_pages(queue, configuration, shape, (&batch, &causal), page, &error)?;
     check(queue, &error)?;
     let i32s = |buffer: &Buffer, shape: &[usize]| -> Result<Tensor, EngineError> {
         let bytes = queue.read(buffer, 4 * shape.iter().product::<usize>())?;
@@ -104,6 +61,72 @@ pub fn derive(
         .with("units", Tensor::from_i32(&[ranks, 3], &units))
         .with("sub_page_table", i32s(&pages, &[ranks, requests, longest])?);
     Ok(Reply { outputs, collectives: vec![0; ranks], ..Reply::default() })
+}
+
+/// Memory in which nothing is a length, a slot or a page.
+fn poisoned(queue: &Arc<Queue>, bytes: usize) -> Result<Buffer, EngineError> {
+    let buffer = queue.allocate(bytes)?;
+    queue.fill(&buffer, 0xFE)?;
+    Ok(buffer)
+}
+
+/// Slots `[ranks, Σ lengths]` and how many there are of each rank.
+fn position_slots(
+    queue: &Arc<Queue>,
+    shape: &Shape,
+    batch: &Batch,
+    metadata: &DeviceBatch,
+    error: &Buffer,
+) -> Result<(Buffer, usize), EngineError> {
+    let ends = batch.lens.iter().scan(0i64, |total, len| {
+        *total += i64::from(*len);
+        Some(*total)
+    });
+    let firsts: Vec<i64> = std::iter::once(0).chain(ends).collect();
+    let total = firsts[batch.requests()] as usize;
+    let count = shape.ranks as usize * total;
+    let (firsts, slots) = (queue.upload_i64(&firsts)?, poisoned(queue, 8 * count)?);
+    let arguments = [
+        Argument::Shape(*shape),
+        metadata.header.argument(),
+        metadata.table.argument(),
+        firsts.argument(),
+        Argument::Long(total as i64),
+        slots.argument(),
+        error.argument(),
+    ];
+    queue.launch("position_slots", Extent::over(count), &arguments)?;
+    Ok((slots, total))
+}
+
+/// The block table `[ranks, n, pages]` in pages of `page` tokens, and how many pages the longest request has.
+fn sub_pages(
+    queue: &Arc<Queue>,
+    configuration: &Configuration,
+    shape: &Shape,
+    (batch, metadata): (&Batch, &DeviceBatch),
+    page: usize,
+    error: &Buffer,
+) -> Result<(Buffer, usize), EngineError> {
+    let parts = configuration.block_size / page;
+    let needed = |len: &i32| (*len as usize).div_ceil(configuration.virtual_block_tokens()) * parts;
+    let longest = batch.lens.iter().map(needed).max().unwrap_or(0);
+    let count = configuration.tp * batch.requests() * longest;
+    let pages = poisoned(queue, 4 * count)?;
+    let arguments = [
+        Argument::Shape(*shape),
+        metadata.header.argument(),
+        metadata.lens.argument(),
+        metadata.table.argument(),
+        Argument::Int(page as i32),
+        Argument::Int(longest as i32),
+        pages.argument(),
+        error.argument(),
+    ];
+    if count > 0 {
+        queue.launch("sub_page_table", Extent::over(count), &arguments)?;
+    }
+    Ok((pages, longest))
 }
 
 /// Enqueues the lengths and requests of rows.

@@ -63,3 +63,41 @@ SC_EXPORT reorganise_chunk(Shape s, const u8 *gathered, const i32 *befores, cons
     for (i32 d = SC_THREAD; d < value_width; d += SC_THREADS)
         values[to * value_width + d] = decode_bytes(s.dtype, codes + key_bytes, d) * scale;
 }
+
+// What each row of the new tokens sees of a gathered chunk: firsts [rows] and counts [rows] out of those of requests. Context attention has no
+// mask. One thread a row.
+SC_EXPORT rows_of_chunk(const Batch *batch, const i32 *starts, i32 rows, i64 base, const i32 *request_firsts,
+                        const i32 *request_counts, i32 *firsts, i32 *counts) {
+    const i64 index = SC_INDEX;
+    if (index >= rows) return;
+    const Row row = row_of(*batch, starts, (i32)index);
+    firsts[index] = row.request < 0 ? 0 : (i32)base + request_firsts[row.request];
+    i32 count = row.request < 0 ? 0 : request_counts[row.request];
+#ifdef FAULT_CONTEXT_MASKED_IN_GATHER_ORDER
+    const i32 behind = row.query_len - 1 - row.row;
+    count = count > behind ? count - behind : 0;
+#endif
+    counts[index] = count;
+}
+
+// What each row of the new tokens sees of them: those of its request up to itself. One thread a row.
+SC_EXPORT rows_of_suffix(const Batch *batch, const i32 *starts, i32 rows, i32 *firsts, i32 *counts) {
+    const i64 index = SC_INDEX;
+    if (index >= rows) return;
+    const Row row = row_of(*batch, starts, (i32)index);
+    firsts[index] = row.request < 0 ? 0 : starts[row.request];
+#if defined(FAULT_SUFFIX_NOT_CAUSAL)
+    const i32 seen = row.query_len;
+#elif defined(FAULT_SUFFIX_MISSES_ITSELF)
+    const i32 seen = row.row;
+#elif defined(FAULT_SHORT_SUFFIX_TAKEN_FOR_DECODE)
+    const i32 seen = row.query_len <= 3 ? 0 : row.row + 1;
+#elif defined(FAULT_LONG_SUFFIX_UNMASKED)
+    const i32 seen = row.query_len > 2 ? row.query_len : row.row + 1;
+#elif defined(FAULT_SUFFIX_SEES_ITS_SUCCESSOR)
+    const i32 seen = row.row + 2 < row.query_len ? row.row + 2 : row.query_len;
+#else
+    const i32 seen = row.row + 1;
+#endif
+    counts[index] = row.request < 0 ? 0 : seen;
+}
