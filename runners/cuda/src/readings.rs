@@ -136,7 +136,7 @@ fn experiments(depth: usize, least_exponent: i32) -> Vec<Experiment> {
             }
         }
     }
-    let mut state = 0x1234_5678_9ABC_DEFu64;
+    let mut state = 0x0123_4567_89AB_CDEF_u64;
     let mut next = || {
         state ^= state << 13;
         state ^= state >> 7;
