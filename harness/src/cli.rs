@@ -117,6 +117,9 @@ pub enum CommandError {
     /// The engine under test is not there.
     #[error("{0}")]
     EngineNotStarted(String),
+    /// The engine needs a device that is not there.
+    #[error("{0}")]
+    NoDevice(String),
     /// The harness is at fault, or the machine refused something.
     #[error("{0}")]
     Internal(String),
@@ -126,6 +129,7 @@ impl From<EngineChoiceError> for CommandError {
     fn from(error: EngineChoiceError) -> Self {
         match error {
             EngineChoiceError::Start { .. } => Self::EngineNotStarted(error.to_string()),
+            EngineChoiceError::NoDevice { .. } => Self::NoDevice(error.to_string()),
             _ => Self::usage(error),
         }
     }
@@ -149,6 +153,7 @@ impl CommandError {
             Self::NothingSelected(_) => Exit::NothingSelected,
             Self::BaselineFailed(_) => Exit::BaselineFailed,
             Self::EngineNotStarted(_) => Exit::EngineNotStarted,
+            Self::NoDevice(_) => Exit::NoDevice,
             Self::Internal(_) => Exit::Internal,
         }
     }

@@ -4,6 +4,7 @@ use std::ops::Deref;
 use std::time::Duration;
 
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
+use shardcheck_cuda::{CudaEngine, Graphs};
 use shardcheck_engine::Engine;
 use shardcheck_process::{EngineLog, ProcessEngine, ProcessOptions, StartError};
 
@@ -18,7 +19,7 @@ pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 #[derive(Debug, Clone, clap::Args)]
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
-    /// Engine under test: `cpu` (embedded), `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
+    /// Engine under test: `cpu` (embedded), `cuda` (native, docs/cuda.md), `cuda:graphs` (its steps captured and replayed), `hip`, `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
     /// `vllm@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
@@ -38,16 +39,65 @@ impl EngineArgs {
     pub fn is_embedded(&self) -> bool {
         self.name() == EMBEDDED
     }
+
+    /// Whether the engine lives in this process and answers several sessions at once.
+    pub fn is_in_process(&self) -> bool {
+        self.is_embedded() || self.is_cuda()
+    }
+
+    /// Whether the native engine on CUDA is asked for.
+    pub fn is_cuda(&self) -> bool {
+        matches!(choice(self.name()), Ok(Choice::Cuda(_)))
+    }
+
+    /// Refuses a name that stands for nothing.
+    ///
+    /// # Errors
+    /// [`EngineChoiceError::UnknownEngine`].
+    pub fn check(&self) -> Result<(), EngineChoiceError> {
+        choice(self.name()).map(drop)
+    }
+
+    /// Whether the engine can be opened with that fault.
+    pub fn has_fault(&self, name: &str) -> bool {
+        match choice(self.name()) {
+            Ok(Choice::Embedded) => fault(name).is_some(),
+            Ok(Choice::Cuda(graphs)) => shardcheck_cuda::has_fault(name, graphs),
+            _ => false,
+        }
+    }
 }
 
 /// Name of the embedded engine.
 pub const EMBEDDED: &str = "cpu";
+/// Name of the native engine on CUDA, its kernels launched one by one.
+pub const CUDA: &str = "cuda";
+/// The same, its steps captured once and replayed.
+pub const CUDA_GRAPHS: &str = "cuda:graphs";
+/// Name of the native engine on HIP.
+pub const HIP: &str = "hip";
+
+/// What a name stands for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Choice {
+    Embedded,
+    Cuda(Graphs),
+    Hip,
+    Command(String),
+}
 
 /// An engine that was opened by name.
 pub struct OpenEngine {
     engine: Box<dyn Engine>,
     /// What it prints, where it is a process.
     pub log: Option<EngineLog>,
+}
+
+impl OpenEngine {
+    /// The engine alone.
+    pub fn into_engine(self) -> Box<dyn Engine> {
+        self.engine
+    }
 }
 
 impl Deref for OpenEngine {
@@ -63,7 +113,7 @@ impl Deref for OpenEngine {
 pub enum EngineChoiceError {
     /// No engine of that name.
     #[error(
-        "unknown engine {name:?}: use cpu, exec:COMMAND, python:MODULE:CLASS or vllm@VERSION{}",
+        "unknown engine {name:?}: use cpu, cuda, cuda:graphs, hip, exec:COMMAND, python:MODULE:CLASS or vllm@VERSION{}",
         hint(suggestion.as_deref())
     )]
     UnknownEngine {
@@ -79,6 +129,24 @@ pub enum EngineChoiceError {
         name: String,
         /// The known name that looks most like it.
         suggestion: Option<String>,
+    },
+    /// A fault that the native engine has not got.
+    #[error(
+        "{name} is a fault of a part that {engine} has not got; `shardcheck mutants list --engine {engine}` lists its own"
+    )]
+    NotInEngine {
+        /// Its name.
+        name: String,
+        /// Engine that was given.
+        engine: String,
+    },
+    /// An engine whose device is not there.
+    #[error("{engine}: {reason}")]
+    NoDevice {
+        /// Engine that was given.
+        engine: String,
+        /// What is missing.
+        reason: String,
     },
     /// A fault for an engine that has none.
     #[error(
@@ -140,9 +208,9 @@ pub fn open(
     let limit = wait
         .checked_mul(STEP_PER_WAIT)
         .ok_or(EngineChoiceError::Timeout { option: "--timeout-s", seconds: timeout_s })?;
-    match (command(args.name())?, fault_name) {
-        (Some(_), Some(_)) => Err(EngineChoiceError::NoFaults { engine: args.name().to_owned() }),
-        (Some(command), None) => {
+    match (choice(args.name())?, fault_name) {
+        (Choice::Command(_), Some(_)) => Err(EngineChoiceError::NoFaults { engine: args.name().to_owned() }),
+        (Choice::Command(command), None) => {
             let start_timeout = seconds("--start-timeout-s", args.start_timeout_s)?;
             let options = ProcessOptions { command, start_timeout, question_timeout: limit };
             let engine = ProcessEngine::start(options)
@@ -150,16 +218,50 @@ pub fn open(
             let log = Some(engine.log());
             Ok(OpenEngine { engine: Box::new(engine), log })
         }
-        (None, fault_name) => {
+        (Choice::Embedded, fault_name) => {
             let engine = match fault_name {
                 None => shardcheck_cpu::engine(),
                 Some(name) => CpuEngine::with_fault(find_fault(name)?),
             };
-            let engine: Box<dyn Engine> = Box::new(engine.with_timeout(wait));
-            engine.profile().check().map_err(EngineChoiceError::Profile)?;
-            Ok(OpenEngine { engine: Box::new(Guarded::new(engine, limit)), log: None })
+            guarded(Box::new(engine.with_timeout(wait)), limit)
         }
+        (Choice::Cuda(graphs), fault_name) => {
+            let fault = fault_name.map(find_fault).transpose()?.map(|fault| fault.name);
+            if let Some(name) = fault.filter(|name| !shardcheck_cuda::has_fault(name, graphs)) {
+                let (name, engine) = (name.to_owned(), args.name().to_owned());
+                return Err(EngineChoiceError::NotInEngine { name, engine });
+            }
+            let options = shardcheck_cuda::Options { graphs, fault, ..Default::default() };
+            let engine = CudaEngine::open(options).map_err(|error| no_device(args, error))?;
+            guarded(Box::new(engine), limit)
+        }
+        (Choice::Hip, _) => Err(match shardcheck_hip::probe() {
+            Err(error) => no_device(args, error),
+            Ok(found) => no_device(
+                args,
+                format!("no session for {found}: the host side of HIP loads, compiles and launches so far"),
+            ),
+        }),
     }
+}
+
+fn guarded(engine: Box<dyn Engine>, limit: Duration) -> Result<OpenEngine, EngineChoiceError> {
+    engine.profile().check().map_err(EngineChoiceError::Profile)?;
+    Ok(OpenEngine { engine: Box::new(Guarded::new(engine, limit)), log: None })
+}
+
+fn no_device(args: &EngineArgs, reason: impl std::fmt::Display) -> EngineChoiceError {
+    EngineChoiceError::NoDevice { engine: args.name().to_owned(), reason: reason.to_string() }
+}
+
+/// What the arithmetic of the native engine's card is seen to be.
+///
+/// # Errors
+/// [`EngineChoiceError::NoDevice`] without a device, or when it is lost on the way.
+pub fn card_readings(args: &EngineArgs) -> Result<Vec<shardcheck_cuda::CardReading>, EngineChoiceError> {
+    let engine =
+        CudaEngine::open(shardcheck_cuda::Options::default()).map_err(|error| no_device(args, error))?;
+    shardcheck_cuda::readings(engine.device()).map_err(|error| no_device(args, error))
 }
 
 /// The Python interpreter of adapters.
@@ -167,25 +269,31 @@ pub fn python() -> String {
     std::env::var(PYTHON_VARIABLE).unwrap_or_else(|_| "python3".to_owned())
 }
 
-/// The command behind an engine's name; `None` for the embedded engine.
-fn command(name: &str) -> Result<Option<String>, EngineChoiceError> {
+/// What an engine's name stands for.
+fn choice(name: &str) -> Result<Choice, EngineChoiceError> {
     let python = python();
     let adapter = |spec: &str| format!("{python} -m shardcheck.adapter {spec}");
-    if name == EMBEDDED {
-        return Ok(None);
+    match name {
+        EMBEDDED => return Ok(Choice::Embedded),
+        CUDA => return Ok(Choice::Cuda(Graphs::Off)),
+        CUDA_GRAPHS => return Ok(Choice::Cuda(Graphs::On)),
+        HIP => return Ok(Choice::Hip),
+        _ => {}
     }
     if let Some(command) = name.strip_prefix("exec:").filter(|command| !command.trim().is_empty()) {
-        return Ok(Some(command.to_owned()));
+        return Ok(Choice::Command(command.to_owned()));
     }
     if let Some(spec) = name.strip_prefix("python:").filter(|spec| !spec.trim().is_empty()) {
-        return Ok(Some(adapter(spec)));
+        return Ok(Choice::Command(adapter(spec)));
     }
     let (engine, version) = name.split_once('@').unwrap_or((name, ""));
     let is_version = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '+'));
     if engine == "vllm" && !version.is_empty() && is_version(version) {
-        return Ok(Some(adapter(&format!("shardcheck.adapters.vllm:Engine --release {version}"))));
+        let spec = format!("shardcheck.adapters.vllm:Engine --release {version}");
+        return Ok(Choice::Command(adapter(&spec)));
     }
-    let suggestion = nearest(engine, [EMBEDDED, "exec:COMMAND", "python:MODULE:CLASS", "vllm@VERSION"]);
+    let suggestion =
+        nearest(engine, [EMBEDDED, CUDA, HIP, "exec:COMMAND", "python:MODULE:CLASS", "vllm@VERSION"]);
     Err(EngineChoiceError::UnknownEngine { name: name.to_owned(), suggestion: suggestion.map(str::to_owned) })
 }
 
@@ -215,16 +323,17 @@ mod tests {
 
     #[test]
     fn names_stand_for_commands() {
-        assert_eq!(command("cpu").unwrap(), None);
-        assert_eq!(command("exec:torchrun x").unwrap().unwrap(), "torchrun x");
-        let vllm = command("vllm@0.33.0").unwrap().unwrap();
+        assert_eq!(choice("cpu").unwrap(), Choice::Embedded);
+        assert_eq!(choice("cuda:graphs").unwrap(), Choice::Cuda(Graphs::On));
+        assert_eq!(choice("exec:torchrun x").unwrap(), Choice::Command("torchrun x".to_owned()));
+        let Choice::Command(vllm) = choice("vllm@0.33.0").unwrap() else { panic!("no command") };
         assert!(vllm.ends_with("-m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0"));
     }
 
     #[test]
     fn a_name_that_stands_for_nothing_is_refused_with_what_would_do() {
-        for name in ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@0.5"] {
-            let error = command(name).unwrap_err().to_string();
+        for name in ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@0.5", "cuda:2"] {
+            let error = choice(name).unwrap_err().to_string();
             assert!(error.contains("exec:COMMAND"), "{name}: {error}");
         }
     }
@@ -234,6 +343,29 @@ mod tests {
         let args = EngineArgs { engine: Some("exec:true".to_owned()), start_timeout_s: 1.0 };
         let error = open(&args, Some("ranks-averaged"), 1.0).err().unwrap().to_string();
         assert!(error.contains("--boundary"), "{error}");
+    }
+
+    #[test]
+    fn the_native_engine_has_the_faults_of_its_kernels_and_with_graphs_those_of_replays() {
+        let has = |engine: &str, name: &str| {
+            EngineArgs { engine: Some(engine.to_owned()), start_timeout_s: 1.0 }.has_fault(name)
+        };
+        assert!(has("cuda", "ranks-averaged") && has("cuda:graphs", "ranks-averaged"));
+        assert!(
+            !has("cuda", "lengths-captured-by-bucket") && has("cuda:graphs", "lengths-captured-by-bucket")
+        );
+        assert!(!has("cuda", "drafts-refused-everywhere") && has("cpu", "drafts-refused-everywhere"));
+        // every macro of the kernels and every fault of a replay is a fault that is known
+        let known = |name: &str| faults().iter().any(|fault| fault.name == name);
+        let in_kernels = shardcheck_kernels::fault_macros();
+        assert!(in_kernels.len() > 90, "{}", in_kernels.len());
+        for name in in_kernels {
+            assert!(
+                faults().iter().any(|fault| shardcheck_kernels::macro_name(fault.name) == name),
+                "{name}"
+            );
+        }
+        assert!(known("mask-absent-since-capture"));
     }
 
     #[test]

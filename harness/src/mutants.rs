@@ -3,6 +3,8 @@
 //! A fault is killed when a property that it names fails on it. A property that does not name it may see it too, but a
 //! harness that cannot say *what* is wrong has not done its work, so that counts as `killed_by_other`, not as killed.
 
+use std::convert::Infallible;
+
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 use shardcheck_cases::Case;
@@ -66,20 +68,42 @@ const CASES_FOR_OTHERS: usize = 60;
 
 /// Tries every fault on the small cases of a suite, in parallel; the outcome does not depend on the number of threads.
 pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant) + Sync)) -> Vec<Mutant> {
+    let embedded =
+        |fault| -> Result<Box<dyn Engine>, Infallible> { Ok(Box::new(CpuEngine::with_fault(fault))) };
+    match try_all_on(&embedded, faults, cases, done) {
+        Ok(mutants) => mutants,
+        Err(never) => match never {},
+    }
+}
+
+/// As [`try_all`], on engines that `faulty` makes, one with each fault.
+///
+/// # Errors
+/// What `faulty` says.
+pub fn try_all_on<E: Send>(
+    faulty: &(dyn Fn(&'static Fault) -> Result<Box<dyn Engine>, E> + Sync),
+    faults: &[&'static Fault],
+    cases: &[Case],
+    done: &(dyn Fn(&Mutant) + Sync),
+) -> Result<Vec<Mutant>, E> {
     let _quiet = Quiet::new();
     faults
         .par_iter()
         .map(|fault| {
-            let mutant = try_one(fault, cases);
+            let mutant = try_one_on(&*faulty(fault)?, fault, cases);
             done(&mutant);
-            mutant
+            Ok(mutant)
         })
         .collect()
 }
 
 /// Tries one fault.
 pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
-    let engine = CpuEngine::with_fault(fault);
+    try_one_on(&CpuEngine::with_fault(fault), fault, cases)
+}
+
+/// Tries one fault, which `engine` has.
+fn try_one_on(engine: &dyn Engine, fault: &'static Fault, cases: &[Case]) -> Mutant {
     let named = |property: &properties::Property| fault.killed_by.contains(&property.id);
     let mut order = in_own_order(fault.name, cases, &named);
     if order.is_empty() {
@@ -87,12 +111,12 @@ pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
     }
     order.truncate(MOST_CASES);
     for (index, case) in order.iter().enumerate() {
-        if let Some(property) = first_failure(case, &engine, &named) {
+        if let Some(property) = first_failure(case, engine, &named) {
             return mutant(fault, MutantState::Killed, Some((property, case)), index + 1);
         }
     }
     for case in order.iter().take(CASES_FOR_OTHERS) {
-        if let Some(property) = first_failure(case, &engine, &|_| true) {
+        if let Some(property) = first_failure(case, engine, &|_| true) {
             return mutant(fault, MutantState::KilledByOther, Some((property, case)), order.len());
         }
     }

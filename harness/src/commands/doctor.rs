@@ -74,16 +74,27 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     }
     print("\ncontract, tried on crafted steps\n")?;
     for reading in measure(&*engine) {
-        let verdict = match reading.agrees {
-            Some(true) => "agrees",
-            Some(false) => "DIFFERS",
-            None => "–",
-        };
         failed |= reading.agrees == Some(false);
-        let Reading { what, declared, seen, .. } = reading;
-        print(format!("{what:<32} {verdict:<8} declared {declared}; seen {seen}\n"))?;
+        let Reading { what, declared, seen, agrees } = reading;
+        print(format!("{what:<32} {:<8} declared {declared}; seen {seen}\n", verdict(agrees)))?;
+    }
+    if args.engine.is_cuda() {
+        print("\narithmetic of the card\n")?;
+        for reading in engines::card_readings(&args.engine)? {
+            let shardcheck_cuda::CardReading { what, declared, seen, agrees } = reading;
+            failed |= agrees == Some(false);
+            print(format!("{what:<32} {:<8} declared {declared}; seen {seen}\n", verdict(agrees)))?;
+        }
     }
     Ok(if failed { Exit::Failed } else { Exit::Passed })
+}
+
+fn verdict(agrees: Option<bool>) -> &'static str {
+    match agrees {
+        Some(true) => "agrees",
+        Some(false) => "DIFFERS",
+        None => "–",
+    }
 }
 
 /// A few cases of each family of the smallest suite.

@@ -14,7 +14,7 @@ use crate::boundary::{BoundaryFault, boundary_faults};
 use crate::cli::CommandError;
 use crate::commands::CaseArgs;
 use crate::engines::{self, EngineArgs};
-use crate::mutants::{Mutant, MutantState, toothless, try_all};
+use crate::mutants::{Mutant, MutantState, toothless, try_all, try_all_on};
 use crate::progress::Progress;
 use crate::properties;
 use crate::run::judge_case;
@@ -38,6 +38,10 @@ enum MutantsVerb {
         /// Print the faults at the boundary of an engine instead
         #[arg(long)]
         boundary: bool,
+
+        /// Print the faults that this engine has: `cpu`, `cuda` or `cuda:graphs`
+        #[arg(long, value_name = "ENGINE")]
+        engine: Option<String>,
     },
     /// Let each fault fail some cases and see whether the diagnosis names it
     ///
@@ -105,8 +109,8 @@ pub enum Format {
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
-        MutantsVerb::List { boundary: true, format } => list_boundary(*format),
-        MutantsVerb::List { format, .. } => list(*format),
+        MutantsVerb::List { boundary: true, format, .. } => list_boundary(*format),
+        MutantsVerb::List { format, engine, .. } => list(*format, engine.clone()),
         MutantsVerb::Matrix(args) => super::matrix::run(args),
         MutantsVerb::Run(args) if args.boundary => boundary(args),
         MutantsVerb::Run(args) => kill(args),
@@ -115,9 +119,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     }
 }
 
-fn list(format: Format) -> Result<Exit, CommandError> {
+fn list(format: Format, engine: Option<String>) -> Result<Exit, CommandError> {
+    let engine = EngineArgs { engine, start_timeout_s: 0.0 };
+    engine.check()?;
     let mut out = std::io::stdout().lock();
-    for fault in faults() {
+    for fault in faults().iter().filter(|fault| engine.has_fault(fault.name)) {
         let line = match format {
             Format::Text => format!("{:<36} {:<17} {}", fault.name, fault.class.name(), fault.title),
             Format::Json => serde_json::json!({
@@ -177,12 +183,26 @@ fn boundary(args: &RunArgs) -> Result<Exit, CommandError> {
 
 fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
     let (cases, selection) = args.cases.selected()?;
-    let chosen = chosen(&args.faults)?;
+    let mut chosen = chosen(&args.faults)?;
+    let native = args.engine.is_cuda();
+    if native && args.faults.is_empty() {
+        chosen.retain(|fault| args.engine.has_fault(fault.name));
+    } else if !native && !args.engine.is_embedded() {
+        return Err(engines::EngineChoiceError::NoFaults { engine: args.engine.name().to_owned() }.into());
+    }
     if !args.no_baseline {
-        baseline(&cases, &shardcheck_cpu::engine())?;
+        baseline(&cases, &*engines::open(&args.engine, None, args.timeout_s)?)?;
     }
     let progress = Progress::new(chosen.len(), "faults");
-    let mutants = try_all(&chosen, &cases, &|_| progress.step());
+    let mutants = if native {
+        let faulty = |fault: &'static Fault| {
+            engines::open(&args.engine, Some(fault.name), args.timeout_s)
+                .map(engines::OpenEngine::into_engine)
+        };
+        try_all_on(&faulty, &chosen, &cases, &|_| progress.step())?
+    } else {
+        try_all(&chosen, &cases, &|_| progress.step())
+    };
     drop(progress);
     print(&mutants, args.format)?;
     if let Some(path) = &args.output {
@@ -198,7 +218,7 @@ fn kill(args: &RunArgs) -> Result<Exit, CommandError> {
         eprintln!("{}", untried_text(&untried));
     }
     // with faults or cases left out, a property may lack the fault that it kills through no fault of its own
-    let whole = args.faults.is_empty() && selection.is_everything();
+    let whole = args.faults.is_empty() && selection.is_everything() && !native;
     let toothless = if whole { toothless(&cases) } else { Vec::new() };
     if !toothless.is_empty() {
         eprintln!("properties that killed none of the faults that name them: {}", toothless.join(", "));

@@ -90,7 +90,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         Some(0) => return Err(CommandError::Usage("--jobs takes at least 1".to_owned())),
         Some(jobs) => jobs,
         // a process of its own for every job is what a user may not have devices for
-        None if !args.engine.is_embedded() => 1,
+        None if !args.engine.is_in_process() => 1,
         None => std::thread::available_parallelism().map_or(2, usize::from),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;

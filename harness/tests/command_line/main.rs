@@ -3,6 +3,7 @@
 mod bad_input;
 mod checking;
 mod claims;
+mod devices;
 mod diagnosing;
 mod explaining;
 mod files;

@@ -1,0 +1,115 @@
+//! What the engine declares of itself.
+
+use std::collections::BTreeMap;
+
+use shardcheck_engine::{
+    Conventions, EmptyPartial, LaneOrder, LseBase, OperationKind, OperationProfile, Profile, Provenance,
+    ScaleRounding,
+};
+use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
+
+use crate::device::Properties;
+use crate::engine::Graphs;
+
+/// Tokens of Σ p·v for which one addition of unit roundoff 2^-23 is declared. One matrix instruction adds 16 products to an accumulator; it
+/// aligns all 17 to the largest and cuts each at 2^-25 of it, then the sum at 2^-23: at most (1 + 17/4)·2^-23 of the largest, which
+/// is less than 16/3 units.
+const TOKENS_A_UNIT: usize = 3;
+
+/// The declaration for a device.
+pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
+    let (major, minor) = properties.capability;
+    let device = format!(
+        "{}, compute capability {major}.{minor}, {} multiprocessors, {:.1} GiB, driver interface {}, kernels for {}; \
+         one device plays all ranks",
+        properties.name,
+        properties.multiprocessors,
+        properties.memory_bytes as f64 / (1u64 << 30) as f64,
+        properties.driver_version,
+        properties.target,
+    );
+    Profile {
+        engine: match graphs {
+            Graphs::Off => "cuda".to_owned(),
+            Graphs::On => "cuda:graphs".to_owned(),
+        },
+        version: env!("CARGO_PKG_VERSION").to_owned(),
+        devices: vec![device],
+        operations: OperationKind::ALL
+            .into_iter()
+            .map(|kind| (kind, operation(kind)))
+            .collect::<BTreeMap<_, _>>(),
+        ..Profile::default()
+    }
+}
+
+/// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
+/// it as well.
+pub fn attention_contract() -> Contract {
+    Contract {
+        u_acc: 1.0 / (1u64 << 23) as f64,
+        depth: Depth::PerTile { tile: TOKENS_A_UNIT, extra: 24 },
+        kexp: 2.0,
+        tile_min: shardcheck_kernels::TILE_TOKENS,
+        ..Contract::bf16_default(Merge::A2a)
+    }
+}
+
+/// A tile of 64 tokens adds in four runs of 16, two additions deep; the tiles follow one by one; all in f32 to nearest.
+fn plain_contract() -> Contract {
+    Contract {
+        u_acc: 1.0 / (1u64 << 24) as f64,
+        depth: Depth::PerTile { tile: shardcheck_kernels::TILE_TOKENS, extra: 24 },
+        partial: Dtype::F32,
+        ..attention_contract()
+    }
+}
+
+fn operation(kind: OperationKind) -> OperationProfile {
+    let contract = match kind {
+        OperationKind::Decode | OperationKind::Verify | OperationKind::Draft => Some(attention_contract()),
+        OperationKind::Context | OperationKind::MergePartials | OperationKind::MergeStates => {
+            Some(plain_contract())
+        }
+        OperationKind::MergeSegments => Some(Contract { output: Dtype::F32, ..plain_contract() }),
+        OperationKind::Layout
+        | OperationKind::WriteKv
+        | OperationKind::ReadCache
+        | OperationKind::LoadCache
+        | OperationKind::PackLse => None,
+    };
+    let observables = kind
+        .tensors()
+        .iter()
+        .filter(|tensor| tensor.provenance == Provenance::Observable)
+        .map(|tensor| tensor.name.to_owned())
+        .collect();
+    let conventions = Conventions {
+        lse_base: LseBase::E,
+        empty_partial: EmptyPartial::Undefined,
+        lane_orders: LaneOrder::ALL.to_vec(),
+        scale_rounding: ScaleRounding::Reciprocal,
+        overflow: Overflow::Saturate,
+    };
+    OperationProfile { contract, conventions, observables, absent: Vec::new() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_declaration_is_tight_enough_to_be_taken() {
+        let properties = Properties {
+            name: "a card".to_owned(),
+            capability: (9, 0),
+            multiprocessors: 1,
+            shared_bytes: 0,
+            memory_bytes: 1 << 30,
+            driver_version: 13000,
+            target: "sm_90a".to_owned(),
+        };
+        profile(&properties, Graphs::Off).check().unwrap();
+        assert_eq!(properties.target, "sm_90a");
+    }
+}

@@ -1,0 +1,230 @@
+//! Merges of given states: partials of ranks, two states, segments of a split kernel; and the packing of an LSE.
+
+use std::sync::Arc;
+
+use shardcheck_engine::{Configuration, EffectivePath, EngineError, Reply, Tensor, TensorError, Tensors};
+use shardcheck_formats::Dtype;
+
+use crate::batch::{contiguous, wrong_shape};
+use crate::exchange::{MergeBuffers, MergeShape, Route, Wire};
+use crate::queue::{Argument, Buffer, Extent, Queue};
+use crate::shape::Shape;
+
+/// `MergeStep` of the kernels.
+pub const MERGE_CHUNK: i32 = 0;
+/// `MergeStep` of the kernels.
+pub const MERGE_SUFFIX: i32 = 1;
+
+/// Merges the given partials over the ranks of one group. Outputs have the element type of the partials.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit.
+pub fn merge_partials(
+    queue: &Arc<Queue>,
+    configuration: &Configuration,
+    shape: &Shape,
+    inputs: &Tensors,
+) -> Result<Reply, EngineError> {
+    let tensor = inputs.get("partial_out")?;
+    let world = configuration.dcp;
+    let &[first, rows, heads, dim] = tensor.shape() else {
+        return Err(wrong_shape("partial_out", tensor, vec![world, 0, configuration.gathered_heads(), 0]));
+    };
+    if first != world || !heads.is_multiple_of(world) {
+        let expected = vec![world, rows, configuration.gathered_heads(), dim];
+        return Err(wrong_shape("partial_out", tensor, expected));
+    }
+    let wire = wire("partial_out", tensor)?;
+    let lse = inputs.get("partial_lse")?.expect("partial_lse", Dtype::F32, &[world, rows, heads])?;
+    // one group alone merges
+    let group = Shape { ranks: world as i32, ..*shape };
+    let route = Route::of(configuration, false);
+    let (partial, lse) = (read_wire(queue, tensor, wire)?, read_single(queue, lse)?);
+    let merge = MergeShape { rows, heads, dim, wire };
+    let buffers = MergeBuffers::allocate(queue, &group, merge, route.backend)?;
+    let own = heads / world;
+    let (out, out_lse) =
+        (queue.allocate(world * rows * own * dim * wire.bytes())?, queue.allocate(4 * world * rows * own)?);
+    buffers.enqueue(queue, &group, (&partial, &lse), (&out, &out_lse))?;
+    let outputs = Tensors::new()
+        .with("out", whole(queue, &out, tensor.dtype(), &[world, rows, own, dim])?)
+        .with("lse", whole(queue, &out_lse, Dtype::F32, &[world, rows, own])?);
+    let effective = route.report(configuration.lane_order);
+    Ok(Reply { outputs, effective, collectives: vec![route.merge_collectives(); world] })
+}
+
+/// Merges two given states. The output has the element type of the first.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit.
+pub fn merge_states(queue: &Arc<Queue>, inputs: &Tensors) -> Result<Reply, EngineError> {
+    let prefix = inputs.get("prefix_out")?;
+    let &[rows, heads, dim] = prefix.shape() else {
+        return Err(wrong_shape("prefix_out", prefix, vec![0, 0, 0]));
+    };
+    let wire_of_output = wire("prefix_out", prefix)?;
+    let state = |out_name: &str, lse_name: &str| -> Result<(Buffer, Buffer), EngineError> {
+        let tensor = inputs.get(out_name)?;
+        wire(out_name, tensor)?;
+        tensor.expect(out_name, tensor.dtype(), &[rows, heads, dim])?;
+        let lse = inputs.get(lse_name)?.expect(lse_name, Dtype::F32, &[rows, heads])?;
+        Ok((read_single(queue, tensor)?, read_single(queue, lse)?))
+    };
+    let (first, second) = (state("prefix_out", "prefix_lse")?, state("suffix_out", "suffix_lse")?);
+    let states = rows * heads;
+    let out = queue.allocate(states * dim * wire_of_output.bytes())?;
+    let lse = queue.allocate(4 * states)?;
+    queue.fill(&out, 0xFF)?;
+    queue.fill(&lse, 0xFF)?;
+    enqueue_merge(queue, (&first, &second), (states, dim), wire_of_output, MERGE_SUFFIX, (&out, &lse))?;
+    let outputs = Tensors::new()
+        .with("out", whole(queue, &out, prefix.dtype(), &[1, rows, heads, dim])?)
+        .with("lse", whole(queue, &lse, Dtype::F32, &[1, rows, heads])?);
+    Ok(Reply { outputs, collectives: vec![0], ..Reply::default() })
+}
+
+/// Enqueues the merge of two f32 states `[states, D]` with their LSEs.
+///
+/// # Errors
+/// What the driver says.
+pub fn enqueue_merge(
+    queue: &Arc<Queue>,
+    (first, second): (&(Buffer, Buffer), &(Buffer, Buffer)),
+    (states, dim): (usize, usize),
+    wire: Wire,
+    step: i32,
+    (out, lse): (&Buffer, &Buffer),
+) -> Result<(), EngineError> {
+    let arguments = [
+        first.0.argument(),
+        first.1.argument(),
+        second.0.argument(),
+        second.1.argument(),
+        Argument::Int(dim as i32),
+        Argument::Int(i32::from(wire == Wire::Half)),
+        Argument::Int(step),
+        out.argument(),
+        lse.argument(),
+    ];
+    queue.launch("merge_states", Extent::blocks(states, 1, 1), &arguments)
+}
+
+/// Merges the given segments of a split kernel, in f32.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit.
+pub fn merge_segments(
+    queue: &Arc<Queue>,
+    inputs: &Tensors,
+    tile_tokens: usize,
+) -> Result<Reply, EngineError> {
+    let tensor = inputs.get("segment_acc")?;
+    let &[segments, rows, heads, dim] = tensor.shape() else {
+        return Err(wrong_shape("segment_acc", tensor, vec![0, 0, 0, 0]));
+    };
+    let acc = contiguous(inputs, "segment_acc", Dtype::F32, &[segments, rows, heads, dim])?;
+    let read = |name: &str| contiguous(inputs, name, Dtype::F32, &[segments, rows, heads]);
+    let (max, sum) = (queue.upload(&read("segment_max")?)?, queue.upload(&read("segment_sum")?)?);
+    let row_lens = queue.upload(&contiguous(inputs, "row_lens", Dtype::I32, &[rows])?)?;
+    let acc = queue.upload(&acc)?;
+    let count = rows * heads;
+    let (out, lse) = (queue.allocate(4 * count * dim)?, queue.allocate(4 * count)?);
+    queue.fill(&out, 0xFF)?;
+    queue.fill(&lse, 0xFF)?;
+    let ints = [segments, count, heads, dim, tile_tokens].map(|value| Argument::Int(value as i32));
+    let given = [max.argument(), sum.argument(), acc.argument(), row_lens.argument()];
+    let arguments = [&given[..], &ints, &[out.argument(), lse.argument()]].concat();
+    queue.launch("merge_segments", Extent::blocks(count, 1, 1), &arguments)?;
+    let outputs = Tensors::new()
+        .with("out", whole(queue, &out, Dtype::F32, &[1, rows, heads, dim])?)
+        .with("lse", whole(queue, &lse, Dtype::F32, &[1, rows, heads])?);
+    Ok(Reply { outputs, collectives: vec![0], ..Reply::default() })
+}
+
+/// Splits LSEs into lanes and joins them again.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit.
+pub fn pack_lse(
+    queue: &Arc<Queue>,
+    configuration: &Configuration,
+    shape: &Shape,
+    inputs: &Tensors,
+) -> Result<Reply, EngineError> {
+    let tensor = inputs.get("lse")?;
+    let &[count] = tensor.shape() else { return Err(wrong_shape("lse", tensor, vec![0])) };
+    let lse = queue.upload(&contiguous(inputs, "lse", Dtype::F32, &[count])?)?;
+    let (lanes, unpacked) = (queue.allocate(4 * count)?, queue.allocate(4 * count)?);
+    queue.fill(&lanes, 0xFF)?;
+    queue.fill(&unpacked, 0xFF)?;
+    let arguments = [
+        Argument::Shape(*shape),
+        lse.argument(),
+        Argument::Long(count as i64),
+        lanes.argument(),
+        unpacked.argument(),
+    ];
+    queue.launch("pack_lse", Extent::over(count), &arguments)?;
+    let outputs = Tensors::new()
+        .with("lanes", whole(queue, &lanes, Dtype::U16, &[1, count, 2])?)
+        .with("unpacked", whole(queue, &unpacked, Dtype::F32, &[1, count])?);
+    let effective = EffectivePath::new().with("lane_order", configuration.lane_order.name());
+    Ok(Reply { outputs, effective, collectives: vec![0] })
+}
+
+/// A buffer as a tensor.
+///
+/// # Errors
+/// What the driver says.
+pub fn whole(
+    queue: &Arc<Queue>,
+    buffer: &Buffer,
+    dtype: Dtype,
+    shape: &[usize],
+) -> Result<Tensor, EngineError> {
+    let bytes = shape.iter().product::<usize>() * dtype.size_bytes();
+    Ok(Tensor::new(dtype, shape.to_vec(), queue.read(buffer, bytes)?)?)
+}
+
+fn wire(name: &str, tensor: &Tensor) -> Result<Wire, EngineError> {
+    match tensor.dtype() {
+        Dtype::Bf16 => Ok(Wire::Half),
+        Dtype::F32 => Ok(Wire::Single),
+        found => Err(TensorError::WrongDtype { name: name.to_owned(), expected: Dtype::Bf16, found }.into()),
+    }
+}
+
+/// The elements of a given tensor in f32, row-major, whatever its strides; the walk is the device's.
+fn read_single(queue: &Arc<Queue>, tensor: &Tensor) -> Result<Buffer, EngineError> {
+    let memory = queue.upload(tensor.bytes())?;
+    let count = tensor.len();
+    let out = queue.allocate(4 * count)?;
+    if count == 0 {
+        return Ok(out);
+    }
+    let missing = 4 - tensor.shape().len();
+    let extents = [vec![1; missing], tensor.shape().to_vec()].concat();
+    let strides = [vec![0; missing], tensor.strides()].concat();
+    let mut arguments = vec![memory.argument(), Argument::Int(i32::from(tensor.dtype() == Dtype::F32) * 2)];
+    arguments.push(Argument::Long(count as i64));
+    arguments.extend(extents[1..].iter().map(|extent| Argument::Int(*extent as i32)));
+    arguments.extend(strides.iter().map(|stride| Argument::Long(*stride as i64)));
+    arguments.push(out.argument());
+    queue.launch("read_strided", Extent::over(count), &arguments)?;
+    Ok(out)
+}
+
+/// The elements of a given tensor in the wire's type, row-major.
+fn read_wire(queue: &Arc<Queue>, tensor: &Tensor, wire: Wire) -> Result<Buffer, EngineError> {
+    let single = read_single(queue, tensor)?;
+    if wire == Wire::Single {
+        return Ok(single);
+    }
+    let count = tensor.len();
+    let half = queue.allocate(2 * count)?;
+    if count > 0 {
+        let arguments = [single.argument(), Argument::Long(count as i64), half.argument()];
+        queue.launch("narrow", Extent::over(count), &arguments)?;
+    }
+    Ok(half)
+}

@@ -1,0 +1,26 @@
+//! What the engine says of a machine, with a device or without one.
+
+use shardcheck_cuda::{CudaEngine, NoDevice, Options, count};
+use shardcheck_engine::{Answer, Engine, OperationKind, RuleSetName, Settings};
+
+#[test]
+fn a_machine_without_a_device_is_told_what_is_missing_and_one_with_it_opens() {
+    match CudaEngine::open(Options::default()) {
+        Ok(engine) => {
+            assert_eq!(engine.profile().operations.len(), OperationKind::ALL.len());
+            engine.profile().check().unwrap();
+            let answer = engine.validate(RuleSetName::Own, &Settings::new()).unwrap();
+            assert!(matches!(answer, Answer::Unsupported(_)));
+        }
+        Err(error) => assert!(error.to_string().starts_with("no device"), "{error}"),
+    }
+}
+
+#[test]
+fn a_device_beyond_those_that_are_there_is_none() {
+    let error = CudaEngine::open(Options { ordinal: 1_000_000, ..Options::default() }).err().unwrap();
+    match count() {
+        Ok(count) => assert_eq!(error, NoDevice::Ordinal { ordinal: 1_000_000, count }),
+        Err(missing) => assert_eq!(error, missing),
+    }
+}
