@@ -4,6 +4,7 @@
 //! harness that cannot say *what* is wrong has not done its work, so that counts as `killed_by_other`, not as killed.
 
 use std::convert::Infallible;
+use std::time::Duration;
 
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -66,10 +67,18 @@ const MOST_CASES: usize = 1500;
 /// Cases on which a fault that survived those is tried by every property.
 const CASES_FOR_OTHERS: usize = 60;
 
+/// Longest time in which all ranks of a fault wait for each other. The clock stands still while any of them computes, so that a busy
+/// machine makes no hang; a fault that hangs is waited for once a trial, which is most of what trying all faults takes.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+fn engine_with(fault: &'static Fault) -> CpuEngine {
+    CpuEngine::with_fault(fault).with_timeout(PATIENCE)
+}
+
 /// Tries every fault on the small cases of a suite, in parallel; the outcome does not depend on the number of threads.
 pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant) + Sync)) -> Vec<Mutant> {
     let embedded =
-        |fault| -> Result<Box<dyn Engine>, Infallible> { Ok(Box::new(CpuEngine::with_fault(fault))) };
+        |fault| -> Result<Box<dyn Engine>, Infallible> { Ok(Box::new(engine_with(fault))) };
     match try_all_on(&embedded, faults, cases, done) {
         Ok(mutants) => mutants,
         Err(never) => match never {},
@@ -99,7 +108,7 @@ pub fn try_all_on<E: Send>(
 
 /// Tries one fault.
 pub fn try_one(fault: &'static Fault, cases: &[Case]) -> Mutant {
-    try_one_on(&CpuEngine::with_fault(fault), fault, cases)
+    try_one_on(&engine_with(fault), fault, cases)
 }
 
 /// Tries one fault, which `engine` has.
@@ -142,7 +151,7 @@ const CASES_A_PROPERTY: usize = 250;
 fn has_teeth(property: &'static properties::Property, cases: &[Case]) -> bool {
     let named = shardcheck_cpu::faults().iter().filter(|fault| fault.killed_by.contains(&property.id));
     named.take(FAULTS_A_PROPERTY).any(|fault| {
-        let engine = CpuEngine::with_fault(fault);
+        let engine = engine_with(fault);
         in_own_order(fault.name, cases, &|candidate| candidate.id == property.id)
             .into_iter()
             .take(CASES_A_PROPERTY)
