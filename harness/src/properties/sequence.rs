@@ -185,8 +185,11 @@ impl<'a> At<'a> {
     }
 }
 
+/// Judges one turn of a KV group.
+type Check = fn(&At) -> Result<Finding, Halt>;
+
 /// Judges turn by turn and ends with the first that fails; a session that came to an early end is judged as far as it came.
-fn every_turn(laboratory: &Laboratory, check: fn(&At) -> Result<Finding, Halt>) -> Result<Finding, Halt> {
+fn every_turn(laboratory: &Laboratory, check: Check) -> Result<Finding, Halt> {
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
     let mut measured = Measured::default();
     let mut owners = [Owners::default(), Owners::default()];
@@ -211,7 +214,7 @@ fn every_turn(laboratory: &Laboratory, check: fn(&At) -> Result<Finding, Halt>) 
 #[cfg(test)]
 pub(crate) fn judge_turn(material: &SequenceMaterial, play: &Play, turn: usize) -> Result<Finding, Halt> {
     let owners = Owners::default();
-    let checks: [fn(&At) -> Result<Finding, Halt>; 5] = [transfer, metadata, writers, untouched, output];
+    let checks: [Check; 5] = [transfer, metadata, writers, untouched, output];
     let groups = material.groups().zip(play.groups());
     all(groups.flat_map(|(material, play)| {
         let at = At { material, play, turn, owners: &owners };
