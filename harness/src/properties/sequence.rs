@@ -188,6 +188,9 @@ impl<'a> At<'a> {
     }
 }
 
+/// Judges one turn of a KV group.
+type Check = fn(&At) -> Result<Finding, Halt>;
+
 /// Judges turn by turn and ends with the first that fails; a session that came to an early end is judged as far as it came.
 fn every_turn(laboratory: &Laboratory, check: Check) -> Result<Finding, Halt> {
     let (material, play) = (laboratory.sequence(), laboratory.played()?);
