@@ -77,8 +77,7 @@ fn engine_with(fault: &'static Fault) -> CpuEngine {
 
 /// Tries every fault on the small cases of a suite, in parallel; the outcome does not depend on the number of threads.
 pub fn try_all(faults: &[&'static Fault], cases: &[Case], done: &(dyn Fn(&Mutant) + Sync)) -> Vec<Mutant> {
-    let embedded =
-        |fault| -> Result<Box<dyn Engine>, Infallible> { Ok(Box::new(engine_with(fault))) };
+    let embedded = |fault| -> Result<Box<dyn Engine>, Infallible> { Ok(Box::new(engine_with(fault))) };
     match try_all_on(&embedded, faults, cases, done) {
         Ok(mutants) => mutants,
         Err(never) => match never {},

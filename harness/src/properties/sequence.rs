@@ -147,9 +147,6 @@ fn one_group(case: &Case) -> bool {
     !two_groups(case)
 }
 
-/// What is judged of one turn.
-type Check = fn(&At) -> Result<Finding, Halt>;
-
 /// One turn of a sequence, with what came before it.
 struct At<'a> {
     material: &'a SequenceMaterial,

@@ -7,8 +7,8 @@ use std::process::ExitCode;
 
 use shardcheck_cuda::{CudaEngine, Graphs, Options};
 use shardcheck_engine::{
-    Answer, Attention, CommBackend, Configuration, Engine, LaneOrder, Mask, Operation, Reply, Session,
-    Tensor, Tensors,
+    Answer, Attention, CommBackend, Configuration, Engine, LaneOrder, LseBase, Mask, Operation, Reply,
+    Session, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -81,6 +81,7 @@ fn configuration(random: &mut Random) -> Configuration {
         query_replication: random.below(2) == 0,
         project_before_merge: random.below(2) == 0,
         kernel_head_widths: random.of(&[&[][..], &[16, 32, 64, 128]]).to_vec(),
+        second_group: None,
     }
 }
 
@@ -216,7 +217,7 @@ fn merges(random: &mut Random, configuration: &Configuration) -> Vec<(Operation,
         .with("segment_acc", random.tensor(Dtype::F32, &[segments, rows, heads, dim]))
         .with("row_lens", Tensor::from_i32(&[rows], &[0, 70, 200]));
     vec![
-        (Operation::MergePartials, partials),
+        (Operation::MergePartials { lse_base: LseBase::E }, partials),
         (Operation::MergeStates, states),
         (Operation::MergeSegments { tile_tokens: 16 }, segments_given),
         (Operation::PackLse, Tensors::new().with("lse", packed)),

@@ -25,6 +25,7 @@ fn configuration(blocks: usize, kv_dtype: Dtype) -> Configuration {
         lane_order: LaneOrder::HiLo,
         query_replication: false,
         project_before_merge: false,
+        second_group: None,
         kernel_head_widths: vec![],
     }
 }

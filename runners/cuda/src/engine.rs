@@ -88,6 +88,9 @@ impl Engine for CudaEngine {
         if let Err(error) = configuration.check() {
             return Ok(Answer::Unsupported(error.to_string()));
         }
+        if configuration.second_group.is_some() {
+            return Ok(Answer::Unsupported("a session has one KV group".to_owned()));
+        }
         if let Err(reason) = limits(&self.device, configuration)? {
             return Ok(Answer::Unsupported(reason));
         }

@@ -45,6 +45,7 @@ fn test_configuration() -> shardcheck_engine::Configuration {
         lane_order: shardcheck_engine::LaneOrder::HiLo,
         query_replication: true,
         project_before_merge: false,
+        second_group: None,
         kernel_head_widths: vec![],
     }
 }

@@ -37,6 +37,7 @@ pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
         devices: vec![device],
         operations: OperationKind::ALL
             .into_iter()
+            .filter(|kind| *kind != OperationKind::ImportCache)
             .map(|kind| (kind, operation(kind)))
             .collect::<BTreeMap<_, _>>(),
         ..Profile::default()
@@ -76,6 +77,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::WriteKv
         | OperationKind::ReadCache
         | OperationKind::LoadCache
+        | OperationKind::ImportCache
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
+use shardcheck_engine::{
+    Answer, Configuration, EngineError, LseBase, Mask, Operation, Reply, Session, Tensors,
+};
 
 use crate::attend::{Bucket, Kernel, Question, Step};
 use crate::caches::{self, Caches};
@@ -107,10 +109,13 @@ impl CudaSession {
             Operation::AttendContext { chunk_budget_tokens } => {
                 attend_context(queue, configuration, shape, &self.caches, inputs, chunk_budget_tokens)
             }
-            Operation::MergePartials => merge_partials(queue, configuration, shape, inputs),
+            Operation::MergePartials { .. } => merge_partials(queue, configuration, shape, inputs),
             Operation::MergeStates => merge_states(queue, inputs),
             Operation::MergeSegments { tile_tokens } => merge_segments(queue, inputs, tile_tokens),
             Operation::PackLse => pack_lse(queue, configuration, shape, inputs),
+            Operation::ImportCache { .. } | Operation::InGroup { .. } => {
+                unreachable!("the step was answered before")
+            }
         }
     }
 
@@ -174,8 +179,23 @@ impl CudaSession {
     }
 }
 
+/// Why there are no kernels for an operation.
+fn absent(operation: &Operation) -> Option<&'static str> {
+    match operation {
+        Operation::MergePartials { lse_base: LseBase::Two } => {
+            Some("the merge kernels take natural LSEs only")
+        }
+        Operation::ImportCache { .. } => Some("no kernel takes requests over from another layout"),
+        Operation::InGroup { .. } => Some("a session has one KV group"),
+        _ => None,
+    }
+}
+
 impl Session for CudaSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
+        if let Some(why) = absent(operation) {
+            return Ok(Answer::Unsupported(why.to_owned()));
+        }
         self.queue.device.enter()?;
         self.perform(operation, inputs).map(Answer::Done)
     }
