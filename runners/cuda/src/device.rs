@@ -215,14 +215,15 @@ impl Device {
         self.functions[name]
     }
 
-    /// Memory that is free, in bytes.
+    /// Memory that is free, in bytes, what earlier sessions left with the process included.
     ///
     /// # Errors
     /// What the driver says.
     pub fn free_bytes(&self) -> Result<usize, EngineError> {
         self.enter()?;
         let (free, _) = result::mem_get_info().map_err(|error| failure("cuMemGetInfo", &error))?;
-        Ok(free)
+        // a driver that does not tell is taken to hold nothing back
+        Ok(free + kept_bytes(self.ordinal).unwrap_or(0))
     }
 }
 
@@ -268,6 +269,23 @@ fn keep_freed_memory(device: sys::CUdevice) -> Result<(), DriverError> {
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
         result::mem_pool::set_attribute(pool, attribute, (&raw mut threshold).cast::<c_void>())
     }
+}
+
+/// Memory that the process holds and does not use.
+fn kept_bytes(device: sys::CUdevice) -> Result<usize, DriverError> {
+    use sys::CUmemPool_attribute::{CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, CU_MEMPOOL_ATTR_USED_MEM_CURRENT};
+    let (mut reserved, mut used) = (0u64, 0u64);
+    // SAFETY: the pool is the device's own, and both attributes are 64-bit numbers.
+    unsafe {
+        let pool = result::device::get_default_mem_pool(device)?;
+        for (attribute, value) in [
+            (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT, &raw mut reserved),
+            (CU_MEMPOOL_ATTR_USED_MEM_CURRENT, &raw mut used),
+        ] {
+            sys::cuMemPoolGetAttribute(pool, attribute, value.cast()).result()?;
+        }
+    }
+    Ok(reserved.saturating_sub(used) as usize)
 }
 
 /// What the driver says of an error.
