@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{LseBase, Tensor, Tensors};
+use crate::{LseBase, PcpDecodes, PcpStrategy, Tensor, Tensors};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -58,6 +58,24 @@ pub enum Operation {
     },
     /// Split 32-bit LSEs into two 16-bit lanes and join them again.
     PackLse,
+    /// Share the rows of a batch out over the ranks of prefill context parallelism, and say how they come back.
+    ///
+    /// `P = world`, `R` rows of a rank with padding: as many as the fullest rank has, or `padded_rows` where that is more.
+    PcpLayout {
+        /// Ranks P.
+        world: usize,
+        /// Which rows of a prompt a rank takes.
+        strategy: PcpStrategy,
+        /// What the rows of decodes do.
+        decodes: PcpDecodes,
+        /// Rows that a rank runs at least, such as those of a graph.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        padded_rows: usize,
+    },
+}
+
+fn is_zero(value: &usize) -> bool {
+    *value == 0
 }
 
 /// Names of the operations.
@@ -88,6 +106,8 @@ pub enum OperationKind {
     MergeSegments,
     /// [`Operation::PackLse`].
     PackLse,
+    /// [`Operation::PcpLayout`].
+    PcpLayout,
 }
 
 /// Who makes a tensor.
@@ -140,13 +160,14 @@ impl Operation {
             Self::MergeStates => OperationKind::MergeStates,
             Self::MergeSegments { .. } => OperationKind::MergeSegments,
             Self::PackLse => OperationKind::PackLse,
+            Self::PcpLayout { .. } => OperationKind::PcpLayout,
         }
     }
 }
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -159,6 +180,7 @@ impl OperationKind {
         Self::MergeStates,
         Self::MergeSegments,
         Self::PackLse,
+        Self::PcpLayout,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -176,6 +198,7 @@ impl OperationKind {
             Self::MergeStates => "merge_states",
             Self::MergeSegments => "merge_segments",
             Self::PackLse => "pack_lse",
+            Self::PcpLayout => "pcp_layout",
         }
     }
 
@@ -192,6 +215,7 @@ impl OperationKind {
             Self::MergeStates => MERGE_STATES,
             Self::MergeSegments => MERGE_SEGMENTS,
             Self::PackLse => PACK_LSE,
+            Self::PcpLayout => PCP_LAYOUT,
         }
     }
 }
@@ -353,6 +377,36 @@ const PACK_LSE: &[TensorSpec] = &[
     spec("lanes", Output, "u16 [1, n, 2]", "the two lanes in wire order"),
     spec("unpacked", Output, "f32 [1, n]", "the joined value"),
 ];
+const PCP_LAYOUT: &[TensorSpec] = &[
+    spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows"),
+    spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal"),
+    spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode"),
+    spec(
+        "rows",
+        Output,
+        "i64 [P, R]",
+        "row of the batch that each local row is, −1 for padding, which comes last",
+    ),
+    spec(
+        "positions",
+        Output,
+        "i64 [P, R]",
+        "position of each local row in its request; anything for padding",
+    ),
+    spec("row_lens", Output, "i32 [P, R]", "tokens that each local row sees; 0 for padding"),
+    spec(
+        "restore",
+        Output,
+        "i64 [P, N]",
+        "on each rank, place of every row of the batch among the P·R gathered ones",
+    ),
+    spec(
+        "kv_writer",
+        Output,
+        "u8 [P, P·R]",
+        "on each rank, 1 for the gathered rows whose KV it writes to its cache",
+    ),
+];
 
 #[cfg(test)]
 mod tests {
@@ -399,6 +453,12 @@ mod tests {
             Operation::Attend { mask: Mask::Bidirectional },
             Operation::AttendContext { chunk_budget_tokens: 64 },
             Operation::MergeSegments { tile_tokens: 64 },
+            Operation::PcpLayout {
+                world: 4,
+                strategy: PcpStrategy::HeadTail,
+                decodes: PcpDecodes::Owned,
+                padded_rows: 7,
+            },
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);
