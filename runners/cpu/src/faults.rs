@@ -11,6 +11,7 @@ mod heads;
 mod layout;
 mod lse;
 mod positions;
+mod prefill;
 mod rows;
 mod scales;
 mod segments;
@@ -153,6 +154,7 @@ pub fn faults() -> &'static [Fault] {
             weights::FAULTS,
             scales::FAULTS,
             settings::FAULTS,
+            prefill::FAULTS,
         ]
         .concat()
     });

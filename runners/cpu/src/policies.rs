@@ -8,6 +8,7 @@ use crate::grid::LayoutPolicies;
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
+use crate::prefill::PrefillPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
@@ -62,6 +63,8 @@ pub struct Policies {
     pub context: ContextPolicies,
     /// Merge of kernel segments.
     pub segments: SegmentPolicies,
+    /// Prefill context parallelism.
+    pub prefill: PrefillPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -78,6 +81,7 @@ impl Policies {
         merge: MergePolicies::HEALTHY,
         context: ContextPolicies::HEALTHY,
         segments: SegmentPolicies::HEALTHY,
+        prefill: PrefillPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

@@ -51,7 +51,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::WriteKv
         | OperationKind::ReadCache
         | OperationKind::LoadCache
-        | OperationKind::PackLse => None,
+        | OperationKind::PackLse
+        | OperationKind::PcpLayout => None,
     };
     let observables = kind
         .tensors()

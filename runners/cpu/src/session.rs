@@ -13,6 +13,7 @@ use crate::context::attend_context;
 use crate::derive::derive;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::Policies;
+use crate::prefill::{Split, share_out};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::write::{load_cache, read_cache, write_kv};
 
@@ -76,6 +77,9 @@ impl CpuSession {
             Operation::MergeStates => merge_two_states(inputs, policies)?,
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies)?,
             Operation::PackLse => pack_lse(configuration, inputs, policies)?,
+            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)?
+            }
         };
         Ok(Answer::Done(reply))
     }
