@@ -71,3 +71,72 @@ impl SharingMaterial {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_cases::{Body, Case, Family, SuiteName, suite};
+    use shardcheck_cpu::{CpuEngine, faults};
+    use shardcheck_engine::Engine;
+
+    use crate::laboratory::Laboratory;
+    use crate::material::Material;
+    use crate::properties;
+
+    fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
+        suite(name, seed).into_iter().filter(|case| case.family == Family::Pcp).collect()
+    }
+
+    /// Properties of prefill context parallelism that fail on the case.
+    fn failures(engine: &dyn Engine, case: &Case) -> Vec<&'static str> {
+        let material = Material::of(case, engine.profile()).unwrap();
+        let laboratory = Laboratory::new(case, engine, &material);
+        properties::of(case)
+            .filter(|property| property.judge(&laboratory).status().is_failure())
+            .map(|property| property.id)
+            .collect()
+    }
+
+    #[test]
+    fn the_embedded_engine_shares_out_every_batch_of_the_gate_and_of_the_nightly_suite() {
+        let engine = shardcheck_cpu::engine();
+        for (name, seed) in [(SuiteName::Gate, 1), (SuiteName::Gate, 2), (SuiteName::Nightly, 3)] {
+            let cases = cases(name, seed);
+            assert!(cases.len() >= 90, "{name}: {}", cases.len());
+            for case in &cases {
+                assert_eq!(failures(&engine, case), Vec::<&str>::new(), "{}", case.id());
+            }
+        }
+    }
+
+    #[test]
+    fn every_fault_of_the_split_fails_every_property_that_it_names_on_the_gate() {
+        let cases = cases(SuiteName::Gate, 1);
+        let of_split = faults().iter().filter(|fault| fault.killed_by[0].starts_with("pcp."));
+        let mut tried = 0;
+        for fault in of_split {
+            let engine = CpuEngine::with_fault(fault);
+            let mut left: Vec<&str> = fault.killed_by.to_vec();
+            for case in &cases {
+                let failed = failures(&engine, case);
+                left.retain(|property| !failed.contains(property));
+            }
+            assert!(left.is_empty(), "{} is not seen by {}", fault.name, left.join(", "));
+            tried += 1;
+        }
+        assert!(tried >= 18, "{tried}");
+    }
+
+    #[test]
+    fn rows_of_a_graph_are_asked_for_only_where_the_case_has_more_than_the_fullest_rank() {
+        let asked = |id: &str| {
+            let Body::Pcp(pcp) = id.parse::<Case>().unwrap().body else { panic!("{id}") };
+            let material = super::SharingMaterial::new(&pcp);
+            let shardcheck_engine::Operation::PcpLayout { padded_rows, .. } = material.operation else {
+                panic!("{id}")
+            };
+            (padded_rows, material.padded)
+        };
+        assert_eq!(asked("pcp/head_tail.p2.replicated/0+11"), (0, 6));
+        assert_eq!(asked("pcp/head_tail.p2.replicated.pad3/0+11"), (9, 9));
+    }
+}

@@ -183,7 +183,9 @@ impl Axis {
                 ChoiceAxis::Rules => "whose configuration rules are asked",
             },
             Self::Number(axis) => match axis {
-                NumberAxis::World => "decode-context-parallel size W, or the number of states of a merge",
+                NumberAxis::World => {
+                    "decode-context-parallel size W, the number of states of a merge, or the ranks of prefill context parallelism"
+                }
                 NumberAxis::Tp => "tensor-parallel size: ranks of the session",
                 NumberAxis::Interleave => "KV interleave size S in tokens",
                 NumberAxis::Block => "block size B in tokens",

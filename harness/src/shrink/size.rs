@@ -14,9 +14,9 @@ use super::session;
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Size {
-    /// Σ over requests of length L (context and new rows) and new rows q; rows of a merge; twice the new tokens of a sequence.
+    /// Σ over requests of length L (context and new rows) and new rows q, also of a batch of prefill context parallelism; rows of a merge; twice the new tokens of a sequence.
     pub tokens: usize,
-    /// Ranks W that a sequence is sharded over; states of a merge.
+    /// Ranks W that a sequence is sharded over; states of a merge; ranks of prefill context parallelism.
     pub world: usize,
     /// Query heads of all ranks.
     pub heads: usize,

@@ -22,7 +22,7 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "pcp-tail-chunk-off-by-one",
-        title: "a rank's chunk from the end is 2P − r, which the last one counts twice and nobody else has",
+        title: "a rank's chunk from the end is 2P − r: the one in the middle is on no rank",
         class: FaultClass::LayoutIndex,
         bugs: &[],
         killed_by: &["pcp.partition", "pcp.restore"],

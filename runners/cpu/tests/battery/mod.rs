@@ -164,14 +164,13 @@ impl Battery<'_> {
                         s.configuration.comm_backend = backend;
                         s.configuration.lane_order = order;
                     });
-                    for strided in [false, true] {
+                    for (strided, lse_base) in
+                        [(false, LseBase::E), (true, LseBase::E), (false, LseBase::Two)]
+                    {
                         let mut session = scene.open(self.engine);
                         let mut inputs = partials(world, dtype, strided);
-                        let reply = step(
-                            session.as_mut(),
-                            &Operation::MergePartials { lse_base: LseBase::E },
-                            &mut inputs,
-                        );
+                        let operation = Operation::MergePartials { lse_base };
+                        let reply = step(session.as_mut(), &operation, &mut inputs);
                         self.reply("merge", &["out", "lse"], &reply);
                     }
                 }

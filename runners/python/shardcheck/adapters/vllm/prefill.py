@@ -36,12 +36,16 @@ class PrefillLayout:
         if padded_rows and not taken & {"batch_desc", "padded_num_tokens"}:
             raise Unsupported("this release pads to the fullest rank alone")
 
-    def share_out(self, starts: np.ndarray, computed: np.ndarray, prefills: np.ndarray) -> dict[str, np.ndarray]:
+    def share_out(
+        self, starts: np.ndarray, computed: np.ndarray, prefills: np.ndarray
+    ) -> dict[str, np.ndarray]:
         """Outputs of the operation, each rank's by its own manager."""
         ranks = [self._of_rank(rank, starts, computed, prefills) for rank in range(self.world)]
         return {name: np.stack([found[name] for found in ranks]) for name in ranks[0]}
 
-    def _of_rank(self, rank: int, starts: np.ndarray, computed: np.ndarray, prefills: np.ndarray) -> dict[str, Any]:
+    def _of_rank(
+        self, rank: int, starts: np.ndarray, computed: np.ndarray, prefills: np.ndarray
+    ) -> dict[str, Any]:
         manager = self._manager(rank, len(computed), int(starts[-1]))
         batch = self._batch(starts, computed, prefills)
         try:
@@ -82,7 +86,9 @@ class PrefillLayout:
             **self._options,
         }
         taken = parameters(self.release.prefill_manager)
-        return self.release.prefill_manager(**{name: value for name, value in values.items() if name in taken})
+        return self.release.prefill_manager(
+            **{name: value for name, value in values.items() if name in taken}
+        )
 
     def _graph(self) -> dict[str, Any]:
         """What tells the manager of a graph, in the words of the release."""

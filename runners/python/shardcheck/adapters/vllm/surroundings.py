@@ -36,7 +36,16 @@ INPUT_BATCH = ("vllm.v1.worker.gpu.input_batch",)
 
 _PLACES = (
     *(CORRECTION + ALL_TO_ALL + DECODE_KERNEL + MERGE + MERGE_KERNEL + LENGTHS + BLOCK_TABLE),
-    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS + RUNNER_LENGTHS + RUNNER_SLOTS + PREFILL + INPUT_BATCH),
+    *(
+        DECODE_BACKEND
+        + VERIFY_BACKEND
+        + MLA
+        + SEGMENTS
+        + RUNNER_LENGTHS
+        + RUNNER_SLOTS
+        + PREFILL
+        + INPUT_BATCH
+    ),
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
 _FOREIGN = (
