@@ -10,7 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{Probe, SequenceCase, Workload};
+use crate::{PcpCase, Probe, SequenceCase, Workload};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -21,6 +21,8 @@ pub const CASE_SCHEMA_VERSION: u32 = 1;
 pub enum Family {
     /// Layout metadata.
     Layout,
+    /// Rows of a batch over the ranks of prefill context parallelism.
+    Pcp,
     /// KV write and read back.
     Write,
     /// Decode, one row a request.
@@ -47,8 +49,9 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Layout,
+        Self::Pcp,
         Self::Write,
         Self::PackLse,
         Self::MergeStates,
@@ -66,6 +69,7 @@ impl Family {
     pub fn name(self) -> &'static str {
         match self {
             Self::Layout => "layout",
+            Self::Pcp => "pcp",
             Self::Write => "write",
             Self::Decode => "decode",
             Self::Verify => "verify",
@@ -85,6 +89,7 @@ impl Family {
     pub fn operation(self) -> Option<OperationKind> {
         match self {
             Self::Layout => Some(OperationKind::Layout),
+            Self::Pcp => Some(OperationKind::PcpLayout),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -290,6 +295,8 @@ pub enum Body {
     Attention(AttentionCase),
     /// Merge of given states.
     Merge(MergeCase),
+    /// Rows of a batch over the ranks of prefill context parallelism.
+    Pcp(PcpCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -332,8 +339,12 @@ impl Case {
         Self { schema_version: CASE_SCHEMA_VERSION, family: Family::Rules, body: Body::Rules(body), seed: 0 }
     }
 
-    /// The operation that the case is about, with its parameters; `None` for sequences and rules.
+    /// The operation that the case is about, with its parameters; `None` for sequences and rules. The rows that a rank of
+    /// prefill context parallelism is padded to depend on those of the fullest one and are left out here.
     pub fn operation(&self) -> Option<Operation> {
+        if let Body::Pcp(case) = &self.body {
+            return Some(case.operation(0));
+        }
         let chunk_budget_tokens = match &self.body {
             Body::Attention(case) => case.workload.chunk_budget_tokens,
             _ => 0,
@@ -348,7 +359,7 @@ impl Case {
             Family::MergeStates => Operation::MergeStates,
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,
-            Family::Sequence | Family::Rules => return None,
+            Family::Pcp | Family::Sequence | Family::Rules => return None,
         })
     }
 
@@ -357,6 +368,7 @@ impl Case {
         match &self.body {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
+            Body::Pcp(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

@@ -33,6 +33,10 @@ impl Case {
         match &self.body {
             Body::Attention(case) if self.family.is_attention() => check_attention(self.family, case),
             Body::Merge(case) if self.family.is_merge() => check_merge(self.family, case),
+            Body::Pcp(_) if self.family == Family::Pcp && self.seed != 0 => {
+                out_of_range(format!("seed is {}; nothing is drawn for this family, so it is 0", self.seed))
+            }
+            Body::Pcp(case) if self.family == Family::Pcp => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -44,6 +48,7 @@ impl Case {
                 out_of_range(format!("family {} does not go with an attention body", self.family))
             }
             Body::Merge(_) => out_of_range(format!("family {} does not go with a merge body", self.family)),
+            Body::Pcp(_) => out_of_range(format!("family {} does not go with a pcp body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))
             }

@@ -26,8 +26,8 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, Placement,
-    Request, SequenceCase, StateView, Workload, rules,
+    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, PcpCase,
+    Placement, Request, SequenceCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -61,6 +61,7 @@ impl Case {
                 let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
                 format!("{family}/{model}/{configuration}/{name}/{steps}/{seed}")
             }
+            Body::Pcp(case) => format!("{family}/{}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
     }
@@ -91,6 +92,11 @@ impl FromStr for Case {
             };
             let body = read_sequence(model, configuration, name, steps).map_err(fail)?;
             Self::sequence(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Pcp {
+            let [_, split, batch] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));
+            };
+            Self::pcp(PcpCase::read(split, batch).map_err(fail)?)
         } else if family.is_merge() {
             let [_, states, pattern, view, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a merge id has 5", parts.len())));

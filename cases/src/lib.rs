@@ -8,6 +8,7 @@ mod id;
 mod inputs;
 mod merge;
 mod models;
+mod pcp;
 mod probe;
 pub mod rules;
 mod sequence;
@@ -23,6 +24,7 @@ pub use id::default_blocks;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
+pub use pcp::{PcpCase, PcpRequest};
 pub use probe::Probe;
 pub use sequence::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,

@@ -1,5 +1,7 @@
 //! Suites: named lists of cases, made from `suites/*.toml` and a seed.
 
+mod prefill;
+
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
 use std::str::FromStr;
@@ -109,6 +111,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.sequence {
         part.collect(&mut suite);
     }
+    for part in &file.pcp {
+        part.collect(seed, &mut suite);
+    }
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
@@ -134,6 +139,7 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
+        Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Rules(_) => Vec::new(),
     }
 }
@@ -160,7 +166,10 @@ impl Collector {
         if !self.known.insert(case.id()) {
             return false;
         }
-        case.seed = self.seeds.below(CASE_SEEDS);
+        // nothing is drawn for the layout of a batch
+        if !matches!(case.body, Body::Pcp(_)) {
+            case.seed = self.seeds.below(CASE_SEEDS);
+        }
         if let Err(error) = case.check() {
             panic!("a suite has the case {}: {error}", case.id());
         }
@@ -196,6 +205,8 @@ struct SuiteFile {
     attention: Vec<AttentionPart>,
     #[serde(default)]
     merge: Vec<MergePart>,
+    #[serde(default)]
+    pcp: Vec<prefill::PcpPart>,
     #[serde(default)]
     edge: Vec<Edge>,
     #[serde(default)]

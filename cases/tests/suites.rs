@@ -69,6 +69,7 @@ fn families_of_the_gate_have_their_shares() {
     let cases = suite(SuiteName::Gate, 1);
     for (family, least) in [
         (Family::Layout, 280),
+        (Family::Pcp, 90),
         (Family::Write, 140),
         (Family::PackLse, 20),
         (Family::MergeStates, 90),

@@ -14,6 +14,7 @@ use crate::finding::{Failure, Finding, Stage};
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
 use crate::sequence::{Play, SequenceMaterial};
+use crate::sharing::SharingMaterial;
 use crate::status::Status;
 
 /// Why a check ends before it has compared anything.
@@ -207,6 +208,17 @@ impl<'a> Laboratory<'a> {
         }
     }
 
+    /// Material of a case of prefill context parallelism.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn sharing(&self) -> &'a SharingMaterial {
+        match self.material {
+            Material::Sharing(material) => material,
+            _ => panic!("a property of prefill context parallelism on the case {}", self.case.id()),
+        }
+    }
+
     /// Material of a sequence.
     ///
     /// # Panics
@@ -296,6 +308,10 @@ impl<'a> Laboratory<'a> {
             Material::Merge(material) => {
                 let mut run = Run::open(self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
+            }
+            Material::Sharing(material) => {
+                let mut run = Run::open(self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
             Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),

@@ -43,6 +43,7 @@ pub mod run_directory;
 pub mod select;
 pub mod self_test;
 pub mod sequence;
+pub mod sharing;
 pub mod shrink;
 pub mod status;
 pub mod store;

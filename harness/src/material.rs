@@ -15,6 +15,7 @@ use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
 use crate::merging::MergeMaterial;
 use crate::sequence::SequenceMaterial;
+use crate::sharing::SharingMaterial;
 
 /// Material by kind of case.
 pub enum Material {
@@ -22,6 +23,8 @@ pub enum Material {
     Attention(Box<AttentionMaterial>),
     /// Merge of given states.
     Merge(Box<MergeMaterial>),
+    /// A batch over the ranks of prefill context parallelism.
+    Sharing(Box<SharingMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -44,6 +47,7 @@ impl Material {
             }
             Body::Merge(merge) => MergeMaterial::new(case.family, merge, case.seed, profile)
                 .map(|material| Self::Merge(Box::new(material))),
+            Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
             Body::Sequence(sequence) => SequenceMaterial::new(sequence, case.seed, profile)
                 .map(|material| Self::Sequence(Box::new(material))),
             Body::Rules(_) => Ok(Self::Rules),
@@ -55,7 +59,7 @@ impl Material {
         match self {
             Self::Attention(material) => material.coverage(),
             Self::Sequence(material) => material.coverage(),
-            Self::Merge(_) | Self::Rules => Coverage::default(),
+            Self::Merge(_) | Self::Sharing(_) | Self::Rules => Coverage::default(),
         }
     }
 }
@@ -85,6 +89,7 @@ pub struct AttentionMaterial {
 pub(crate) fn operation_of(family: Family) -> OperationKind {
     match family {
         Family::Layout => OperationKind::Layout,
+        Family::Pcp => OperationKind::PcpLayout,
         Family::Write => OperationKind::WriteKv,
         Family::Decode => OperationKind::Decode,
         Family::Verify => OperationKind::Verify,

@@ -7,6 +7,7 @@ mod general;
 mod identity;
 mod layout;
 mod merge;
+mod pcp;
 mod probe;
 mod rules;
 mod segments;
@@ -59,6 +60,7 @@ impl Property {
 pub fn all() -> impl Iterator<Item = &'static Property> {
     [
         layout::PROPERTIES,
+        pcp::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

@@ -14,6 +14,7 @@
 //! * [`bound`] — how far a conforming engine may be off, element by element.
 //! * [`probable`] — how far it is likely to be off; to be reported, not to judge by.
 //! * [`statistics`] — what a whole output says that no single element does.
+//! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`probe`] — inputs whose right answers are integers.
 
 pub mod attention;
@@ -23,6 +24,7 @@ pub mod exp;
 pub mod layout;
 pub mod merge;
 pub mod moments;
+pub mod pcp;
 pub mod probable;
 pub mod probe;
 pub mod split;

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 3] = [
+const CASES: [(&str, &str); 4] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -31,13 +31,15 @@ const CASES: [(&str, &str); 3] = [
         "sequence/tiny-mla/tp3.dcp3.h1.s2.b4.n5.bf16.a2a.hi_lo.lat/rejected/p0+9.c12_v0+4.pad4_r0-3_v0+2.pad2/7",
     ),
     ("a merge of given states", "merge_partials/w3.t4.h2.d16.bf16.a2a.hi_lo/some_empty/sliced/7"),
+    ("a batch over the ranks of prefill context parallelism", "pcp/head_tail.p4.owned.pad3/0+11_3+5x2_7+1d"),
 ];
 
 /// Operations and the tensors of each.
 pub fn operations() -> String {
     let mut text = String::from(
         "Shapes use: n requests, T query rows with graph padding, ranks = tp, H query heads of a rank, Hall = H·tp,\n\
-         Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size.\n",
+         Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size;\n\
+         in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

@@ -83,6 +83,9 @@ fn family_meaning(family: Family) -> &'static str {
         Family::Layout => {
             "to derive lengths, slots and pages of a batch whose sequences lie interleaved over ranks"
         }
+        Family::Pcp => {
+            "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
+        }
         Family::Write => "to write keys and values through its own slots, and to give the caches back",
         Family::PackLse => "to split 32-bit LSEs into two 16-bit lanes and to join them again",
         Family::MergeStates => "to merge two given attention states, a prefix and a suffix",

@@ -16,6 +16,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         tolerance: "exact: bytes",
         families: &[
             Family::Layout,
+            Family::Pcp,
             Family::Decode,
             Family::Verify,
             Family::Draft,

@@ -3,8 +3,8 @@
 use std::fmt;
 
 use shardcheck_cases::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, Placement, Probe,
-    SequenceCase, StateView,
+    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, PcpCase, Placement,
+    Probe, SequenceCase, StateView,
 };
 use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
@@ -183,7 +183,9 @@ impl Axis {
                 ChoiceAxis::Rules => "whose configuration rules are asked",
             },
             Self::Number(axis) => match axis {
-                NumberAxis::World => "decode-context-parallel size W, or the number of states of a merge",
+                NumberAxis::World => {
+                    "decode-context-parallel size W, the number of states of a merge, or the ranks of prefill context parallelism"
+                }
                 NumberAxis::Tp => "tensor-parallel size: ranks of the session",
                 NumberAxis::Interleave => "KV interleave size S in tokens",
                 NumberAxis::Block => "block size B in tokens",
@@ -294,12 +296,13 @@ impl NumberAxis {
     /// Value of a case; `None` where the axis means nothing.
     pub fn of(self, case: &Case) -> Option<u64> {
         if self == Self::Seed {
-            return (!matches!(case.body, Body::Rules(_))).then_some(case.seed);
+            return (!matches!(case.body, Body::Pcp(_) | Body::Rules(_))).then_some(case.seed);
         }
         let value = match &case.body {
             Body::Attention(attention) => Some(self.of_attention(attention)),
             Body::Merge(merge) => self.of_merge(case.family, merge),
             Body::Sequence(sequence) => self.of_sequence(sequence),
+            Body::Pcp(pcp) => self.of_pcp(pcp),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -319,6 +322,18 @@ impl NumberAxis {
             Self::Requests => workload.requests.len(),
             Self::Padded => workload.padded_rows,
             Self::Seed => unreachable!("the seed is read from the case itself"),
+        }
+    }
+
+    fn of_pcp(self, case: &PcpCase) -> Option<usize> {
+        match self {
+            Self::World => Some(case.world),
+            Self::Q => case.requests.iter().map(|r| r.query_tokens).max(),
+            Self::Tokens => case.requests.iter().map(|r| r.context_tokens + r.query_tokens).max(),
+            Self::Rows => Some(case.rows()),
+            Self::Requests => Some(case.requests.len()),
+            Self::Padded => Some(case.extra_rows),
+            _ => None,
         }
     }
 
@@ -351,7 +366,7 @@ impl TruthAxis {
         let latent = match &case.body {
             Body::Attention(c) => c.latent_output,
             Body::Sequence(c) => c.latent_output,
-            Body::Merge(_) | Body::Rules(_) => return None,
+            Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => return None,
         };
         session(case).map(|c| match self {
             Self::Qrep => c.query_replication,
@@ -372,7 +387,7 @@ fn model(case: &Case) -> Option<&str> {
     match &case.body {
         Body::Attention(c) => Some(&c.model),
         Body::Sequence(c) => Some(&c.model),
-        Body::Merge(_) | Body::Rules(_) => None,
+        Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => None,
     }
 }
 
@@ -381,7 +396,7 @@ fn session(case: &Case) -> Option<&Configuration> {
     match &case.body {
         Body::Attention(c) => Some(&c.configuration),
         Body::Sequence(c) => Some(&c.configuration),
-        Body::Merge(_) | Body::Rules(_) => None,
+        Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => None,
     }
 }
 

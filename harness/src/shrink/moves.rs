@@ -1,8 +1,8 @@
 //! Steps from a case to smaller or plainer ones, each along one axis or a few that go together.
 
 use shardcheck_cases::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, Model, Placement, Probe, Request, StateView,
-    default_blocks, patterns,
+    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, Model, PcpCase, Placement, Probe, Request,
+    StateView, default_blocks, patterns,
 };
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
@@ -15,6 +15,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
     let mut found = match &case.body {
         Body::Attention(attention) => attention_moves(case, attention),
         Body::Merge(merge) => merge_moves(case, merge),
+        Body::Pcp(pcp) => pcp_moves(pcp),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -255,6 +256,34 @@ fn plain_moves(case: &AttentionCase, add: &mut Add<'_>) {
             add(&|c| c.workload.chunk_budget_tokens = budget);
         }
     }
+}
+
+fn pcp_moves(case: &PcpCase) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut PcpCase)| {
+        let mut changed = case.clone();
+        change(&mut changed);
+        found.push(Case::pcp(changed));
+    };
+    let smaller = |value: usize| [0, 1, value / 2, value.saturating_sub(1)].map(|less| less.min(value));
+    for index in 0..case.requests.len() {
+        add(&|c| {
+            c.requests.remove(index);
+        });
+        for less in smaller(case.requests[index].query_tokens) {
+            add(&|c| c.requests[index].query_tokens = less);
+        }
+        for less in smaller(case.requests[index].context_tokens) {
+            add(&|c| c.requests[index].context_tokens = less);
+        }
+        add(&|c| c.requests[index].is_prefilling = true);
+    }
+    for world in [1, 2, 3, 4, case.world / 2] {
+        add(&|c| c.world = world.min(c.world));
+    }
+    add(&|c| c.extra_rows = 0);
+    add(&|c| c.extra_rows = c.extra_rows.min(1));
+    found
 }
 
 fn merge_moves(whole: &Case, case: &MergeCase) -> Vec<Case> {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use shardcheck_cases::{
     AttentionCase, Body, CUSTOM_MODEL, Case, MergeCase, MergePattern, Placement, Probe, StateView,
 };
-use shardcheck_engine::{CommBackend, LaneOrder};
+use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
 use super::session;
@@ -14,9 +14,9 @@ use super::session;
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Size {
-    /// Σ over requests of length L (context and new rows) and new rows q; rows of a merge; twice the new tokens of a sequence.
+    /// Σ over requests of length L (context and new rows) and new rows q, also of a batch of prefill context parallelism; rows of a merge; twice the new tokens of a sequence.
     pub tokens: usize,
-    /// Ranks W that a sequence is sharded over; states of a merge.
+    /// Ranks W that a sequence is sharded over; states of a merge; ranks of prefill context parallelism.
     pub world: usize,
     /// Query heads of all ranks.
     pub heads: usize,
@@ -40,6 +40,14 @@ impl Size {
                 interleave: 1,
                 block: 1,
                 dims: merge.dim,
+            },
+            Body::Pcp(pcp) => Self {
+                tokens: pcp.requests.iter().map(|r| r.context_tokens + 2 * r.query_tokens).sum(),
+                world: pcp.world,
+                heads: 0,
+                interleave: 1,
+                block: 1,
+                dims: 0,
             },
             Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
@@ -89,6 +97,13 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
     let mut plain = match &case.body {
         Body::Attention(attention) => plainness(attention),
         Body::Merge(merge) => merge_plainness(merge),
+        Body::Pcp(pcp) => vec![
+            pcp.requests.len() as u64,
+            pcp.extra_rows as u64,
+            place(&PcpStrategy::ALL, &pcp.strategy),
+            place(&PcpDecodes::ALL, &pcp.decodes),
+            pcp.requests.iter().filter(|request| !request.is_prefilling).count() as u64,
+        ],
         Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -107,6 +122,7 @@ pub fn work(case: &Case) -> usize {
             pairs * configuration.total_heads() * width + 1000 * configuration.tp
         }
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
+        Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
         Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,
     }

@@ -46,6 +46,15 @@ fn a_merge_shrinks_along_its_own_axes() {
 }
 
 #[test]
+fn a_batch_of_prefill_context_parallelism_shrinks_along_its_own_axes() {
+    let id = "pcp/head_tail.p8.replicated.pad3/7+1d_37+127_20+3d_11+1d_3+1_16+2d";
+    let absent = shrunk("pcp-absent-chunk-has-a-row", id, "pcp.partition");
+    assert_eq!(absent.id(), "pcp/head_tail.p1.replicated/0+1");
+    let written = shrunk("pcp-decode-written-by-every-rank", id, "pcp.writer");
+    assert_eq!(written.id(), "pcp/head_tail.p2.replicated/0+1d");
+}
+
+#[test]
 fn without_time_the_given_case_comes_back_and_says_so() {
     let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
     let case: Case = LARGE.parse().unwrap();

@@ -12,6 +12,7 @@ mod kv_groups;
 mod layout;
 mod lse;
 mod positions;
+mod prefill;
 mod rows;
 mod scales;
 mod segments;
@@ -157,6 +158,7 @@ pub fn faults() -> &'static [Fault] {
             settings::FAULTS,
             transfer::FAULTS,
             kv_groups::FAULTS,
+            prefill::FAULTS,
         ]
         .concat()
     });

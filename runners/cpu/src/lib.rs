@@ -21,6 +21,7 @@ mod lanes;
 mod memory;
 mod merge;
 mod policies;
+mod prefill;
 mod profile;
 mod query;
 mod route;

@@ -9,6 +9,7 @@ use crate::grid::{Grid, Grids, LayoutPolicies};
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
+use crate::prefill::PrefillPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
@@ -81,6 +82,8 @@ pub struct Policies {
     pub segments: SegmentPolicies,
     /// Transfer from a session of another layout.
     pub transfer: TransferPolicies,
+    /// Prefill context parallelism.
+    pub prefill: PrefillPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -98,6 +101,7 @@ impl Policies {
         context: ContextPolicies::HEALTHY,
         segments: SegmentPolicies::HEALTHY,
         transfer: TransferPolicies::HEALTHY,
+        prefill: PrefillPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

@@ -53,7 +53,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ReadCache
         | OperationKind::LoadCache
         | OperationKind::ImportCache
-        | OperationKind::PackLse => None,
+        | OperationKind::PackLse
+        | OperationKind::PcpLayout => None,
     };
     let observables = kind
         .tensors()

@@ -14,6 +14,7 @@ use crate::derive::derive;
 use crate::grid::{Grid, Grids};
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
+use crate::prefill::{Split, share_out};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
@@ -144,6 +145,9 @@ impl Group {
             Operation::MergeStates => merge_two_states(inputs, policies),
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
             Operation::PackLse => pack_lse(configuration, inputs, policies),
+            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)
+            }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
     }

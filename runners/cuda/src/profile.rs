@@ -37,7 +37,7 @@ pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
         devices: vec![device],
         operations: OperationKind::ALL
             .into_iter()
-            .filter(|kind| *kind != OperationKind::ImportCache)
+            .filter(|kind| !matches!(kind, OperationKind::ImportCache | OperationKind::PcpLayout))
             .map(|kind| (kind, operation(kind)))
             .collect::<BTreeMap<_, _>>(),
         ..Profile::default()
@@ -78,6 +78,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ReadCache
         | OperationKind::LoadCache
         | OperationKind::ImportCache
+        | OperationKind::PcpLayout
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{LseBase, Tensor, Tensors};
+use crate::{LseBase, PcpDecodes, PcpStrategy, Tensor, Tensors};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -84,6 +84,24 @@ pub enum Operation {
         /// The operation.
         step: Box<Operation>,
     },
+    /// Share the rows of a batch out over the ranks of prefill context parallelism, and say how they come back.
+    ///
+    /// `P = world`, `R` rows of a rank with padding: as many as the fullest rank has, or `padded_rows` where that is more.
+    PcpLayout {
+        /// Ranks P.
+        world: usize,
+        /// Which rows of a prompt a rank takes.
+        strategy: PcpStrategy,
+        /// What the rows of decodes do.
+        decodes: PcpDecodes,
+        /// Rows that a rank runs at least, such as those of a graph.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        padded_rows: usize,
+    },
+}
+
+fn is_zero(value: &usize) -> bool {
+    *value == 0
 }
 
 /// Names of the operations.
@@ -116,6 +134,8 @@ pub enum OperationKind {
     MergeSegments,
     /// [`Operation::PackLse`].
     PackLse,
+    /// [`Operation::PcpLayout`].
+    PcpLayout,
 }
 
 /// Who makes a tensor.
@@ -170,6 +190,7 @@ impl Operation {
             Self::MergeSegments { .. } => OperationKind::MergeSegments,
             Self::PackLse => OperationKind::PackLse,
             Self::InGroup { step, .. } => step.kind(inputs),
+            Self::PcpLayout { .. } => OperationKind::PcpLayout,
         }
     }
 
@@ -182,7 +203,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -196,6 +217,7 @@ impl OperationKind {
         Self::MergeStates,
         Self::MergeSegments,
         Self::PackLse,
+        Self::PcpLayout,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -214,6 +236,7 @@ impl OperationKind {
             Self::MergeStates => "merge_states",
             Self::MergeSegments => "merge_segments",
             Self::PackLse => "pack_lse",
+            Self::PcpLayout => "pcp_layout",
         }
     }
 
@@ -231,6 +254,7 @@ impl OperationKind {
             Self::MergeStates => MERGE_STATES,
             Self::MergeSegments => MERGE_SEGMENTS,
             Self::PackLse => PACK_LSE,
+            Self::PcpLayout => PCP_LAYOUT,
         }
     }
 }
@@ -414,6 +438,36 @@ const PACK_LSE: &[TensorSpec] = &[
     spec("lanes", Output, "u16 [1, n, 2]", "the two lanes in wire order"),
     spec("unpacked", Output, "f32 [1, n]", "the joined value"),
 ];
+const PCP_LAYOUT: &[TensorSpec] = &[
+    spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows"),
+    spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal"),
+    spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode"),
+    spec(
+        "rows",
+        Output,
+        "i64 [P, R]",
+        "row of the batch that each local row is, −1 for padding, which comes last",
+    ),
+    spec(
+        "positions",
+        Output,
+        "i64 [P, R]",
+        "position of each local row in its request; anything for padding",
+    ),
+    spec("row_lens", Output, "i32 [P, R]", "tokens that each local row sees; 0 for padding"),
+    spec(
+        "restore",
+        Output,
+        "i64 [P, N]",
+        "on each rank, place of every row of the batch among the P·R gathered ones",
+    ),
+    spec(
+        "kv_writer",
+        Output,
+        "u8 [P, P·R]",
+        "on each rank, 1 for the gathered rows whose KV it writes to its cache",
+    ),
+];
 
 #[cfg(test)]
 mod tests {
@@ -462,6 +516,12 @@ mod tests {
             Operation::ImportCache { source: CacheLayout { dcp: 3, interleave: 2, block_size: 4 } },
             Operation::MergeSegments { tile_tokens: 64 },
             Operation::Attend { mask: Mask::Causal }.in_group(1),
+            Operation::PcpLayout {
+                world: 4,
+                strategy: PcpStrategy::HeadTail,
+                decodes: PcpDecodes::Owned,
+                padded_rows: 7,
+            },
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import numpy as np
 from numpy_context import Context
+from numpy_prefill import share_out
 from numpy_ranks import F32, Exchange, Rank, attend, join_lanes, project, rows_of, scaled, split_lanes, weigh
 
 import shardcheck
@@ -181,6 +182,13 @@ class NumpySession(shardcheck.Session):
         outputs = {"lanes": lanes[None].copy(), "unpacked": join_lanes(lanes, order)[None]}
         return Reply(outputs, {"lane_order": order}, [0])
 
+    def pcp_layout(
+        self, query_start_loc, context_lens, is_prefilling, world, strategy, decodes, padded_rows=0
+    ) -> Reply:
+        """Shares the rows of a batch out over the ranks of prefill context parallelism."""
+        given = (query_start_loc.codes, context_lens.codes, is_prefilling.codes)
+        return Reply(share_out(*given, world, strategy, decodes, padded_rows), {}, [0] * world)
+
     def _attend(self, route, query, seq_lens, query_start_loc, block_table, w_uv) -> Reply:
         configuration, own = self.configuration, self.configuration.heads_per_rank
         exchange = Exchange(configuration.tp, configuration.dcp)
@@ -313,7 +321,7 @@ class NumpyDcp(shardcheck.Engine):
     """The engine; `output` and `partial` are element types, `bf16` or `f32`."""
 
     name, version = "numpy-dcp", "1.0"
-    files = ["numpy_ranks", "numpy_context"]
+    files = ["numpy_ranks", "numpy_context", "numpy_prefill"]
     session_type = NumpySession
 
     def __init__(self, output: str = "bf16", partial: str = "bf16") -> None:
@@ -352,6 +360,7 @@ class NumpyDcp(shardcheck.Engine):
             "merge_states": merges,
             "merge_segments": Operation(contract=replace(merge_contract, output="f32"), conventions=packs),
             "pack_lse": Operation(conventions=packs),
+            "pcp_layout": Operation(),
         }
 
     def open(self, configuration: Configuration) -> NumpySession:

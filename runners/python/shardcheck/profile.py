@@ -23,6 +23,7 @@ OPERATIONS = (
     "merge_states",
     "merge_segments",
     "pack_lse",
+    "pcp_layout",
 )
 """Every operation, which is also the name of the session's method."""
 

@@ -150,6 +150,9 @@ class Harness:
                 "operation": "attend_context",
                 "chunk_budget_tokens": more.pop("chunk_budget_tokens"),
             }
+        if kind == "pcp_layout":
+            operation = {"operation": kind, **more}
+            more = {}
         header = {"type": "step", "session": session, "operation": operation, "kind": kind, **more}
         return self.ask(header, tensors, via_file)
 

@@ -328,6 +328,36 @@ class NumpyDcp(unittest.TestCase):
                 np.testing.assert_array_equal(merged["out"].codes.ravel(), [1.0, 0.0])
                 np.testing.assert_array_equal(merged["lse"].codes.ravel(), np.array([0.5, -inf], np.float32))
 
+    def test_a_batch_is_shared_out_over_ranks_of_prefill_context_parallelism_and_comes_back(self):
+        wanted = {
+            ("head_tail", "replicated"): [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8, 11]],
+            ("head_tail", "owned"): [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]],
+            ("contiguous", "replicated"): [[0, 1, 2, 3, 4, 5, 11], [6, 7, 8, 9, 10, 11]],
+            ("round_robin", "split"): [[0, 2, 4, 6, 8, 10], [1, 3, 5, 7, 9, 11]],
+        }
+        batch = {
+            "query_start_loc": Tensor("i32", np.array([0, 11, 12], np.int32)),
+            "context_lens": Tensor("i32", np.array([5, 20], np.int32)),
+            "is_prefilling": Tensor("u8", np.array([1, 0], np.uint8)),
+        }
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            harness.open()
+            for (strategy, decodes), ranks in wanted.items():
+                split = {"world": 2, "strategy": strategy, "decodes": decodes}
+                _, seen = harness.step("pcp_layout", batch, **split)
+                rows, restore = seen["rows"].codes, seen["restore"].codes
+                padded = [own + [-1] * (rows.shape[1] - len(own)) for own in ranks]
+                np.testing.assert_array_equal(rows, padded, f"{strategy} {decodes}")
+                np.testing.assert_array_equal(rows.reshape(-1)[restore], [np.arange(12)] * 2)
+                written = [rows.reshape(-1)[writer == 1] for writer in seen["kv_writer"].codes]
+                np.testing.assert_array_equal(np.sort(written), [np.arange(12)] * 2)
+                # five tokens and twenty were there before
+                bounds = np.where(rows < 0, 0, np.where(rows == 11, 21, rows + 6))
+                np.testing.assert_array_equal(seen["row_lens"].codes, bounds)
+            padded = {"world": 2, "strategy": "head_tail", "decodes": "owned", "padded_rows": 9}
+            self.assertEqual(harness.step("pcp_layout", batch, **padded)[1]["rows"].codes.shape, (2, 9))
+
     def test_an_lse_comes_back_from_its_lanes_bit_for_bit(self):
         bits = np.array([0, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F812345], np.uint32)
         with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:

@@ -78,6 +78,27 @@ class ReleasesTest(unittest.TestCase):
             set(outcomes(HEALTHY)["operations"]),
         )
 
+    def assert_shares(self, found: dict[str, Any], names: set[str]) -> None:
+        """Those batches are shared out rightly, all others refused with a reason."""
+        for name, outcome in found.items():
+            if name.startswith("share, "):
+                with self.subTest(name):
+                    if name.removeprefix("share, ") in names:
+                        self.assertEqual(outcome, {"wrong": []})
+                    else:
+                        self.assertIn("unsupported", outcome)
+
+    def test_managers_of_prefill_context_parallelism_share_out_what_their_release_knows(self) -> None:
+        oldest = {"prompts", "decodes on every rank", "decodes alone"}
+        graphs = {*oldest, "rows of a graph"}
+        newest = {*graphs, "verification", "decodes with an owner", "short prompts whole"}
+        for release, names in (("0.27.1", oldest), ("0.29.0", graphs), (HEALTHY, newest)):
+            with self.subTest(release):
+                found = self.of(release)
+                self.assertIn("share, prompts", found)
+                self.assert_shares(found, names)
+        self.assertNotIn("share, prompts", self.of("0.25.1"))
+
     def test_every_rank_enters_as_many_collectives_as_the_exchange_has(self) -> None:
         found = self.of(HEALTHY)
         self.assertEqual(found["one rank empty"]["collectives"], [3] * 4)

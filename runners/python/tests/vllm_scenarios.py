@@ -211,6 +211,67 @@ def merges(engine: Any) -> dict[str, Any]:
     return found
 
 
+# requests as (tokens computed before, new rows, whether they are a prompt's)
+SHARES = {
+    "share, prompts": ([(0, 11, 1), (3, 5, 1), (0, 1, 1), (6, 0, 1)], {}),
+    "share, decodes on every rank": ([(0, 11, 1), (20, 1, 0), (9, 1, 0)], {}),
+    "share, decodes alone": ([(20, 1, 0), (9, 1, 0)], {}),
+    "share, rows of a graph": ([(0, 11, 1)], {"padded_rows": 16}),
+    "share, verification": ([(7, 3, 0), (0, 9, 1)], {}),
+    "share, decodes with an owner": ([(20, 1, 0), (0, 9, 1), (4, 1, 0), (5, 1, 0)], {"decodes": "owned"}),
+    "share, short prompts whole": ([(0, 5, 1), (0, 21, 1)], {"strategy": "head_tail_or_whole"}),
+    "share, round robin": ([(0, 5, 1)], {"strategy": "round_robin", "decodes": "split"}),
+    "share, one rank": ([(0, 5, 1)], {"world": 1}),
+}
+
+
+def shares(engine: Any) -> dict[str, Any]:
+    """What is wrong with the rows of each rank of prefill context parallelism, counted row by row."""
+    session = engine.open(SCENARIOS["one rank, projected"].configuration)
+    return {name: shared(session, batch, options) for name, (batch, options) in SHARES.items()}
+
+
+def shared(session: Any, batch: list[tuple[int, int, int]], options: dict[str, Any]) -> dict[str, Any]:
+    """The outcome of one batch: `wrong` lists the outputs that differ from counting by hand."""
+    split = {"world": 3, "strategy": "head_tail", "decodes": "replicated", "padded_rows": 0, **options}
+    given = {
+        "query_start_loc": Tensor("i32", np.cumsum([0] + [rows for _, rows, _ in batch]).astype(np.int32)),
+        "context_lens": Tensor("i32", np.array([computed for computed, _, _ in batch], np.int32)),
+        "is_prefilling": Tensor("u8", np.array([prefills for _, _, prefills in batch], np.uint8)),
+    }
+    try:
+        outputs = session.pcp_layout(**given, **split).outputs
+    except (AttributeError, Unsupported) as reason:
+        return {"unsupported": str(reason)}
+    ranks: list[list[int]] = [[] for _ in range(split["world"])]
+    position, decodes = [], 0
+    for computed, count, prefills in batch:
+        chunk = -(-count // (2 * len(ranks)))
+        whole = split["strategy"] == "head_tail_or_whole" and (2 * len(ranks) - 1) * chunk >= count
+        for row in range(count):
+            part = row // chunk
+            owner = min(part, 2 * len(ranks) - 1 - part) if prefills else decodes % len(ranks)
+            everywhere = whole or not prefills and split["decodes"] == "replicated"
+            for rank in range(len(ranks)) if everywhere else [owner]:
+                ranks[rank].append(len(position))
+            position.append(computed + row)
+        decodes += 0 if prefills or count == 0 else 1
+    rows, padded = outputs["rows"], max([split["padded_rows"], *map(len, ranks)])
+    real, seen = rows >= 0, np.array(position)[rows]
+    gathered = rows.reshape(-1)
+    written = [np.sort(gathered[writer == 1]) for writer in outputs["kv_writer"]]
+    right = {
+        "rows": rows.shape[1] == padded
+        and [sorted(own[own >= 0].tolist()) for own in rows] == ranks
+        and all((own[: len(ranks[rank])] >= 0).all() for rank, own in enumerate(rows)),
+        "positions": (outputs["positions"][real] == seen[real]).all(),
+        "row_lens": (outputs["row_lens"] == np.where(real, seen + 1, 0)).all(),
+        "restore": all((gathered[places] == np.arange(len(position))).all() for places in outputs["restore"]),
+        "kv_writer": all(np.array_equal(once, np.arange(len(position))) for once in written),
+    }
+    return {"wrong": [name for name, holds in right.items() if not holds]}
+
+
 def main() -> None:
     """Prints the outcome of every scenario as one JSON object."""
     from shardcheck.adapters.vllm import Engine
@@ -218,6 +279,7 @@ def main() -> None:
     engine = Engine(release=sys.argv[1], **dict(word.split("=") for word in sys.argv[2:]))
     outcomes = {name: run(engine, scenario) for name, scenario in SCENARIOS.items()}
     outcomes.update(merges(engine))
+    outcomes.update(shares(engine) if "pcp_layout" in engine.operations else {})
     engine.close()
     stubs = sorted(engine.release.package.ledger.used)
     print(json.dumps({"operations": sorted(engine.operations), "used stubs": stubs, "outcomes": outcomes}))

@@ -11,8 +11,8 @@ use std::hash::{Hash, Hasher};
 
 use shardcheck_cpu::CpuEngine;
 use shardcheck_engine::{
-    Answer, Attention, CommBackend, Engine, EngineError, LaneOrder, LseBase, Mask, Operation, Reply,
-    RuleSetName, Settings, Tensor, Tensors,
+    Answer, Attention, CommBackend, Engine, EngineError, LaneOrder, LseBase, Mask, Operation, PcpDecodes,
+    PcpStrategy, Reply, RuleSetName, Settings, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -46,6 +46,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.states()),
         Trial::new(|battery| battery.segments()),
         Trial::new(|battery| battery.pack()),
+        Trial::new(|battery| battery.prefill()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
@@ -181,14 +182,13 @@ impl Battery<'_> {
                         s.configuration.comm_backend = backend;
                         s.configuration.lane_order = order;
                     });
-                    for strided in [false, true] {
+                    for (strided, lse_base) in
+                        [(false, LseBase::E), (true, LseBase::E), (false, LseBase::Two)]
+                    {
                         let mut session = scene.open(self.engine);
                         let mut inputs = partials(world, dtype, strided);
-                        let reply = step(
-                            session.as_mut(),
-                            &Operation::MergePartials { lse_base: LseBase::E },
-                            &mut inputs,
-                        );
+                        let operation = Operation::MergePartials { lse_base };
+                        let reply = step(session.as_mut(), &operation, &mut inputs);
                         self.reply("merge", &["out", "lse"], &reply);
                     }
                 }
@@ -256,6 +256,25 @@ impl Battery<'_> {
                 Tensors::new().with("lse", Tensor::from_codes(Dtype::F32, &[codes.len()], &codes));
             let reply = step(session.as_mut(), &Operation::PackLse, &mut inputs);
             self.reply("pack", &["lanes", "unpacked"], &reply);
+        }
+    }
+
+    fn prefill(&mut self) {
+        let names = ["rows", "positions", "row_lens", "restore", "kv_writer"];
+        let splits = [
+            (PcpStrategy::HeadTail, PcpDecodes::Replicated),
+            (PcpStrategy::HeadTail, PcpDecodes::Owned),
+            (PcpStrategy::RoundRobin, PcpDecodes::Split),
+        ];
+        for (strategy, decodes) in splits {
+            let operation = Operation::PcpLayout { world: 3, strategy, decodes, padded_rows: 0 };
+            let mut inputs = Tensors::new()
+                .with("query_start_loc", Tensor::from_i32(&[9], &[0, 11, 12, 12, 16, 20, 22, 23, 24]))
+                .with("context_lens", Tensor::from_i32(&[8], &[5, 7, 2, 0, 3, 1, 9, 4]))
+                .with("is_prefilling", Tensor::from_codes(Dtype::U8, &[8], &[1, 0, 1, 1, 1, 1, 0, 0]));
+            let mut session = Scene::small(1).open(self.engine);
+            let reply = step(session.as_mut(), &operation, &mut inputs);
+            self.reply("pcp", &names, &reply);
         }
     }
 

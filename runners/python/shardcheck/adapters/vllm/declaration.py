@@ -19,6 +19,8 @@ OWN_STEPS = (
     "grouped queries: buffers and one split around the decode kernel; no backend uses it for them under DCP",
     "context: attention of a chunk and of new tokens in f32, copy of cached rows to the workspace, and an "
     "up-projection that is the identity",
+    "prefill context parallelism: the batch as the runner has it, built from lengths; tokens that a row sees, from the "
+    "local length of its request under a causal mask that is aligned at the end",
     "merges: copies of given partials, which the engine corrects in place; LSEs and segments transposed to "
     "the engine's order of axes",
 )
@@ -56,6 +58,8 @@ def operations(release: Any) -> dict[str, Operation]:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
     if release.drafts:
         found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.prefill_manager is not None and release.input_batch is not None:
+        found["pcp_layout"] = Operation()
     if release.merge_segments is not None:
         found["merge_segments"] = Operation(contract=Contract.f32("f32", kexp=_kexp(cpu)))
     if release.pack is not None:

@@ -62,6 +62,8 @@ class Release:
         self.merge_segments = first(surroundings.SEGMENTS, "merge_mla_segments_triton")
         self.pack = first(surroundings.ALL_TO_ALL, "_dcp_a2a_pack_send")
         self.block_table = first(surroundings.BLOCK_TABLE, "BlockTable")
+        self.prefill_manager = first(surroundings.PREFILL, "PCPManager")
+        self.input_batch = first(surroundings.INPUT_BATCH, "InputBatch")
         self.pad_slot = first(surroundings.LENGTHS, "PAD_SLOT_ID")
         self.runner_lens = first(surroundings.RUNNER_LENGTHS, "prepare_dcp_local_seq_lens")
         self.runner_slots = first(surroundings.RUNNER_SLOTS, "_compute_slot_mappings_kernel")
@@ -70,6 +72,7 @@ class Release:
         if runner == "v2" and (self.runner_lens is None or self.runner_slots is None):
             raise Unsupported("this release has no kernels of a newer model runner")
         surroundings.exchange_virtually(self.package)
+        self.copies_plainly = surroundings.copy_plainly(self.package)
         self._observed = threading.local()
         self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(
             self.correct_and_scatter
@@ -87,6 +90,8 @@ class Release:
         lines = self.package.described()
         if self.device == "cpu":
             lines += interpreter.SHIMS
+        if self.copies_plainly:
+            lines.append("pcp_manager.async_copy_to_gpu: a plain copy, without pinned memory")
         if self.observes_lse:
             lines.append("correct_attn_out: wrapped to read off the merged LSE, which cp_lse_ag_out_rs drops")
         return lines

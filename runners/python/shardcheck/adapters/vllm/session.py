@@ -13,6 +13,7 @@ from shardcheck.adapters.vllm.cache import Caches
 from shardcheck.adapters.vllm.context import Context
 from shardcheck.adapters.vllm.layout import Layout, flat_positions
 from shardcheck.adapters.vllm.merging import RankMerge, merge_segments, merge_two, pack
+from shardcheck.adapters.vllm.prefill import PrefillLayout
 from shardcheck.adapters.vllm.release import Release
 
 
@@ -125,6 +126,24 @@ class VllmSession(Session):
             return self.contexts.step(
                 chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
             )
+
+    def pcp_layout(
+        self,
+        query_start_loc: Tensor,
+        context_lens: Tensor,
+        is_prefilling: Tensor,
+        world: int,
+        strategy: str,
+        decodes: str,
+        padded_rows: int = 0,
+        **_: Any,
+    ) -> Reply:
+        """Rows of a batch on the ranks of prefill context parallelism."""
+        given = (t.numpy().astype(np.int64) for t in (query_start_loc, context_lens, is_prefilling))
+        layout = PrefillLayout(self.release, world, strategy, decodes, padded_rows)
+        with self.release.watching():
+            outputs = layout.share_out(*given)
+        return Reply(outputs, {}, [0] * world)
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any

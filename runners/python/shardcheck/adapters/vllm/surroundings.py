@@ -3,6 +3,7 @@ the rest."""
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import threading
@@ -30,10 +31,21 @@ MLA = ("vllm.model_executor.layers.attention.mla_attention", f"{_BACKENDS}.mla.c
 RUNNER_LENGTHS = ("vllm.v1.worker.gpu.cp_utils",)
 RUNNER_SLOTS = ("vllm.v1.worker.gpu.block_table",)
 SEGMENTS = (f"{_OPS}.rocm_aiter_mla_merge",)
+PREFILL = ("vllm.v1.worker.gpu.pcp_manager",)
+INPUT_BATCH = ("vllm.v1.worker.gpu.input_batch",)
 
 _PLACES = (
     *(CORRECTION + ALL_TO_ALL + DECODE_KERNEL + MERGE + MERGE_KERNEL + LENGTHS + BLOCK_TABLE),
-    *(DECODE_BACKEND + VERIFY_BACKEND + MLA + SEGMENTS + RUNNER_LENGTHS + RUNNER_SLOTS),
+    *(
+        DECODE_BACKEND
+        + VERIFY_BACKEND
+        + MLA
+        + SEGMENTS
+        + RUNNER_LENGTHS
+        + RUNNER_SLOTS
+        + PREFILL
+        + INPUT_BATCH
+    ),
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
 _FOREIGN = (
@@ -62,6 +74,14 @@ _SUPPORT = (
     f"{_OPS}.cp_common",
     f"{_OPS}.pcp",
 )
+
+
+class GraphMode(enum.Enum):
+    """Stands for `CUDAGraphMode`: whether a step is one of a graph, with its padding."""
+
+    NONE = 0
+    PIECEWISE = 1
+    FULL = 2
 
 
 class Groups:
@@ -136,6 +156,7 @@ def package(folder: Path, device: str, triton: Any, groups: Groups) -> Package:
 
     getters = {"get_dcp_group": groups.decode_group, "get_pcp_group": groups.prefill_group}
     replaced = {
+        "vllm.config": {"CUDAGraphMode": GraphMode},
         "vllm.distributed": getters,
         "vllm.distributed.parallel_state": getters,
         "vllm._custom_ops": {"cp_gather_cache": gather_rows, "gather_and_maybe_dequant_cache": gather_rows},
@@ -157,6 +178,20 @@ def package(folder: Path, device: str, triton: Any, groups: Groups) -> Package:
     }
     served = {*_PLACES, *_SUPPORT}
     return Package("vllm", folder, served, replaced, foreign=_FOREIGN)
+
+
+def copy_plainly(release: Package) -> bool:
+    """Lets the manager of prefill context parallelism copy to the device without pinned memory; whether it
+    has such a copy of its own."""
+    module = next((found for found in map(release.load, PREFILL) if found is not None), None)
+    if not hasattr(module, "async_copy_to_gpu"):
+        return False
+
+    def copy(x: Any, out: Any = None, device: Any = None) -> Any:
+        return _to_device(x, device, out=out)
+
+    module.async_copy_to_gpu = copy
+    return True
 
 
 def exchange_virtually(release: Package) -> None:

@@ -1,0 +1,193 @@
+//! Faults of prefill context parallelism: rows on the wrong rank, lost, twice, or brought back wrongly.
+
+use super::{Fault, FaultClass};
+use crate::prefill::chunk;
+
+pub(super) const FAULTS: &[Fault] = &[
+    Fault {
+        name: "pcp-chunk-rounded-down",
+        title: "a chunk has q / 2P rows, so that the rows of the remainder are on no rank",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.restore", "pcp.writer"],
+        apply: |p| p.prefill.chunk_rows = |rows, chunks| rows / chunks,
+    },
+    Fault {
+        name: "pcp-chunk-not-clamped",
+        title: "every chunk of a sequence has ceil(q / 2P) rows, the last ones those of the next sequence",
+        class: FaultClass::LayoutIndex,
+        bugs: &["TransformerEngine#1012"],
+        killed_by: &["pcp.partition"],
+        apply: |p| p.prefill.chunk = |index, size, _| index * size..(index + 1) * size,
+    },
+    Fault {
+        name: "pcp-tail-chunk-off-by-one",
+        title: "a rank's chunk from the end is 2P − r: the one in the middle is on no rank",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.restore"],
+        apply: |p| p.prefill.tail = |rank, ranks| 2 * ranks - rank,
+    },
+    Fault {
+        name: "pcp-absent-chunk-has-a-row",
+        title: "a chunk behind the end of its sequence is run as the last row once more",
+        class: FaultClass::EmptyShard,
+        bugs: &["vllm-ascend#11807"],
+        killed_by: &["pcp.partition", "pcp.padding"],
+        apply: |p| {
+            p.prefill.chunk = |index, size, rows| {
+                let own = chunk(index, size, rows);
+                if own.is_empty() && rows > 0 { rows - 1..rows } else { own }
+            }
+        },
+    },
+    Fault {
+        name: "pcp-short-chunk-dropped",
+        title: "a last chunk that is shorter than the others is left out",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.restore", "pcp.writer"],
+        apply: |p| {
+            p.prefill.chunk = |index, size, rows| {
+                let own = chunk(index, size, rows);
+                if own.len() < size { own.start..own.start } else { own }
+            }
+        },
+    },
+    Fault {
+        name: "pcp-tail-chunk-backwards",
+        title: "the rows of a chunk from the end are run last row first",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.order"],
+        apply: |p| p.prefill.tail_order = |rows| rows.reverse(),
+    },
+    Fault {
+        name: "pcp-round-robin-by-sequence",
+        title: "rows go round the ranks anew in each sequence instead of over the flattened batch",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition"],
+        apply: |p| {
+            p.prefill.striped = |rank, ranks, starts| {
+                starts.windows(2).flat_map(|pair| (pair[0] + rank..pair[1]).step_by(ranks)).collect()
+            }
+        },
+    },
+    Fault {
+        name: "pcp-short-prompt-taken-for-a-decode",
+        title: "a prompt of at most three new rows is handled as a decode",
+        class: FaultClass::SpecDecode,
+        bugs: &["vllm-ascend#10580", "vllm-ascend#5939"],
+        killed_by: &["pcp.partition"],
+        apply: |p| p.prefill.is_prompt = |prefills, rows| prefills && rows > 3,
+    },
+    Fault {
+        name: "pcp-decode-owner-by-request",
+        title: "a decode goes to a rank by its place in the batch, prompts and idle requests counted",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.balance"],
+        apply: |p| p.prefill.owner = |_, request, ranks| request % ranks,
+    },
+    Fault {
+        name: "pcp-decode-written-by-every-rank",
+        title: "every copy of a decode's row has its KV written",
+        class: FaultClass::LayoutIndex,
+        bugs: &["vllm-ascend#6344"],
+        killed_by: &["pcp.writer"],
+        apply: |p| p.prefill.writes = |_| true,
+    },
+    Fault {
+        name: "pcp-decode-written-by-no-rank",
+        title: "no copy of a decode's row has its KV written",
+        class: FaultClass::LayoutIndex,
+        bugs: &["tpu-inference#3344"],
+        killed_by: &["pcp.writer"],
+        apply: |p| p.prefill.writes = |_| false,
+    },
+    Fault {
+        name: "pcp-padding-is-row-0",
+        title: "padding rows are row 0 of the batch and no padding",
+        class: FaultClass::Padding,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.padding"],
+        apply: |p| p.prefill.padding = 0,
+    },
+    Fault {
+        name: "pcp-padded-to-the-average",
+        title: "every rank runs the average of rows, and what the fullest has more is cut off",
+        class: FaultClass::Padding,
+        bugs: &[],
+        killed_by: &["pcp.partition", "pcp.padding"],
+        apply: |p| {
+            p.prefill.padded = |counts, asked| {
+                let sum: usize = counts.iter().sum();
+                sum.div_ceil(counts.len().max(1)).max(asked)
+            }
+        },
+    },
+    Fault {
+        name: "pcp-restore-is-its-inverse",
+        title: "rows come back by the index that gathers them, which is the inverse of the one that restores them",
+        class: FaultClass::CollectiveOrder,
+        bugs: &[],
+        killed_by: &["pcp.restore"],
+        apply: |p| {
+            p.prefill.restore = |shares| {
+                let rows = shares.gathered.iter().map(|row| row.map_or(0, |row| row as i64));
+                rows.chain(std::iter::repeat(0)).take(shares.rows).collect()
+            }
+        },
+    },
+    Fault {
+        name: "pcp-restore-without-padding",
+        title: "places are counted as if the ranks' rows were gathered without their padding",
+        class: FaultClass::Padding,
+        bugs: &[],
+        killed_by: &["pcp.restore"],
+        apply: |p| {
+            p.prefill.restore = |shares| {
+                let mut places = vec![-1; shares.rows];
+                for (place, row) in shares.gathered.iter().flatten().enumerate() {
+                    if let Some(known) = places.get_mut(*row) {
+                        *known = place as i64;
+                    }
+                }
+                places
+            }
+        },
+    },
+    Fault {
+        name: "pcp-position-without-context",
+        title: "positions count the new rows alone, without the tokens that were computed before",
+        class: FaultClass::CausalBound,
+        bugs: &[],
+        killed_by: &["pcp.positions", "pcp.bounds"],
+        apply: |p| p.prefill.position = |_, row, _| row,
+    },
+    Fault {
+        name: "pcp-position-by-local-index",
+        title: "a row's position is the context and its place among the rank's own rows",
+        class: FaultClass::CausalBound,
+        bugs: &["sglang#27276", "sglang#36297"],
+        killed_by: &["pcp.positions", "pcp.bounds"],
+        apply: |p| p.prefill.position = |computed, _, in_chunk| computed + in_chunk,
+    },
+    Fault {
+        name: "pcp-bound-is-local",
+        title: "a row sees as many tokens as its chunk has up to it",
+        class: FaultClass::CausalBound,
+        bugs: &["vllm#47181"],
+        killed_by: &["pcp.bounds"],
+        apply: |p| p.prefill.bound = |_, in_chunk| in_chunk + 1,
+    },
+    Fault {
+        name: "pcp-bound-without-itself",
+        title: "a row sees the tokens before it and not itself",
+        class: FaultClass::CausalBound,
+        bugs: &[],
+        killed_by: &["pcp.bounds"],
+        apply: |p| p.prefill.bound = |position, _| position,
+    },
+];

@@ -1,0 +1,256 @@
+//! Prefill context parallelism: which rows of a batch each rank runs, what they see, and how they come back.
+//!
+//! Formulas: vLLM `PCPManager` (chunks from both ends, decodes on every rank or on one), ATOM `pcp_utils` (round robin over the
+//! flattened batch), SGLang `--cp-strategy` (zigzag).
+
+use std::ops::Range;
+
+use shardcheck_engine::{EngineError, PcpDecodes, PcpStrategy, Reply, Tensor, Tensors};
+use shardcheck_formats::Dtype;
+
+/// Most ranks that a batch is shared out over.
+const MAX_RANKS: usize = 4096;
+
+/// One rank's share, as later steps take it: see [`PrefillPolicies::restore`].
+#[derive(Debug, Clone)]
+pub struct Shares {
+    /// Row of the batch of each gathered row, rank after rank, `None` for padding.
+    pub gathered: Vec<Option<usize>>,
+    /// Rows of each rank without padding.
+    pub counts: Vec<usize>,
+    /// Rows of each rank with padding.
+    pub padded: usize,
+    /// Rows of the batch.
+    pub rows: usize,
+}
+
+/// How a batch is shared out.
+#[derive(Clone, Copy)]
+pub struct PrefillPolicies {
+    /// Whether a request's rows are shared out as a prompt's: `(it prefills, rows)`.
+    pub is_prompt: fn(bool, usize) -> bool,
+    /// Rows of a chunk: `(rows of the sequence, chunks)`.
+    pub chunk_rows: fn(usize, usize) -> usize,
+    /// Rows of chunk `index` of a sequence: `(index, rows of a chunk, rows of the sequence)`.
+    pub chunk: fn(usize, usize, usize) -> Range<usize>,
+    /// The chunk from the end that goes with a rank's chunk from the front: `(rank, ranks)`.
+    pub tail: fn(usize, usize) -> usize,
+    /// Rows of a rank in a round robin: `(rank, ranks, first row of each request and the number of rows)`.
+    pub striped: fn(usize, usize, &[usize]) -> Vec<usize>,
+    /// Rank that has a decode to itself: `(its place among decodes with rows, its place in the batch, ranks)`.
+    pub owner: fn(usize, usize, usize) -> usize,
+    /// The order in which the rows of a tail chunk are run.
+    pub tail_order: fn(&mut Vec<usize>),
+    /// Rows of a rank with padding: `(rows of each rank, rows asked for)`.
+    pub padded: fn(&[usize], usize) -> usize,
+    /// What stands for a padding row.
+    pub padding: i64,
+    /// Position of a row: `(tokens computed before, place among the new rows, place in the chunk)`.
+    pub position: fn(usize, usize, usize) -> usize,
+    /// Tokens that a row sees: `(its position, its place in the chunk)`.
+    pub bound: fn(usize, usize) -> usize,
+    /// Place of every row of the batch among the gathered ones.
+    pub restore: fn(&Shares) -> Vec<i64>,
+    /// Whether the copy on a rank writes the KV of a row that every rank has.
+    pub writes: fn(usize) -> bool,
+}
+
+impl PrefillPolicies {
+    /// As published.
+    pub const HEALTHY: Self = Self {
+        is_prompt: |prefills, _| prefills,
+        chunk_rows: |rows, chunks| rows.div_ceil(chunks),
+        chunk,
+        tail: |rank, ranks| 2 * ranks - 1 - rank,
+        striped: |rank, ranks, starts| (rank..starts.last().copied().unwrap_or(0)).step_by(ranks).collect(),
+        owner: |decode, _, ranks| decode % ranks,
+        tail_order: |_| {},
+        padded: |counts, asked| counts.iter().copied().max().unwrap_or(0).max(asked),
+        padding: -1,
+        position: |computed, row, _| computed + row,
+        bound: |position, _| position + 1,
+        restore,
+        writes: |rank| rank == 0,
+    };
+}
+
+/// Chunk `index`; a short one at the end, none behind it.
+pub fn chunk(index: usize, chunk_rows: usize, rows: usize) -> Range<usize> {
+    let first = (index * chunk_rows).min(rows);
+    first..(first + chunk_rows).min(rows)
+}
+
+/// The first copy of a row is as good as any other.
+fn restore(shares: &Shares) -> Vec<i64> {
+    let mut places = vec![-1; shares.rows];
+    for (place, row) in shares.gathered.iter().enumerate().rev() {
+        // a row behind the end of the batch is nobody's
+        if let Some(known) = row.and_then(|row| places.get_mut(row)) {
+            *known = place as i64;
+        }
+    }
+    places
+}
+
+/// What is asked for: ranks, strategy, decodes, rows of a rank at least.
+#[derive(Debug, Clone, Copy)]
+pub struct Split {
+    /// Ranks.
+    pub world: usize,
+    /// Which rows of a prompt a rank takes.
+    pub strategy: PcpStrategy,
+    /// What the rows of decodes do.
+    pub decodes: PcpDecodes,
+    /// Rows that a rank runs at least.
+    pub padded_rows: usize,
+}
+
+/// A batch as it is given.
+struct Batch {
+    starts: Vec<usize>,
+    computed: Vec<usize>,
+    prefills: Vec<bool>,
+}
+
+impl Batch {
+    fn read(inputs: &Tensors) -> Result<Self, EngineError> {
+        let crash = |text: &str| EngineError::Crash { text: text.to_owned() };
+        let count = inputs.get("context_lens")?.len();
+        let starts = inputs.get("query_start_loc")?.expect("query_start_loc", Dtype::I32, &[count + 1])?;
+        let computed = inputs.get("context_lens")?.expect("context_lens", Dtype::I32, &[count])?;
+        let prefills = inputs.get("is_prefilling")?.expect("is_prefilling", Dtype::U8, &[count])?;
+        let whole = |tensor: &Tensor| {
+            let values = tensor.to_i64().into_iter().map(usize::try_from).collect::<Result<Vec<_>, _>>();
+            values.map_err(|_| crash("a length or a start is negative"))
+        };
+        let (starts, computed) = (whole(starts)?, whole(computed)?);
+        if starts[0] != 0 || !starts.is_sorted() {
+            return Err(crash("query_start_loc does not start at 0 and rise"));
+        }
+        Ok(Self { starts, computed, prefills: prefills.to_i64().iter().map(|flag| *flag != 0).collect() })
+    }
+
+    fn rows(&self) -> usize {
+        self.starts[self.computed.len()]
+    }
+
+    /// Request of a row; the last one behind the end.
+    fn request_of(&self, row: usize) -> usize {
+        let behind = self.starts.partition_point(|start| *start <= row);
+        behind.clamp(1, self.computed.len()) - 1
+    }
+}
+
+/// A local row: its row of the batch, its place in the chunk, and whether every rank has it.
+#[derive(Clone, Copy)]
+struct Local {
+    row: usize,
+    in_chunk: usize,
+    everywhere: bool,
+}
+
+/// Shares a batch out.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit; a crash for starts that fall.
+pub fn share_out(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> Result<Reply, EngineError> {
+    let batch = Batch::read(inputs)?;
+    if split.world == 0 || split.world > MAX_RANKS {
+        return Err(EngineError::Crash { text: format!("{} ranks", split.world) });
+    }
+    let locals: Vec<Vec<Local>> =
+        (0..split.world).map(|rank| local_rows(&batch, rank, split, policies)).collect();
+    let counts: Vec<usize> = locals.iter().map(Vec::len).collect();
+    let padded = (policies.padded)(&counts, split.padded_rows);
+    let (world, total) = (split.world, split.world * padded);
+    let (mut rows, mut positions, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut gathered, mut writer) = (vec![None; total], vec![0u64; total]);
+    for (rank, own) in locals.iter().enumerate() {
+        for place in 0..padded {
+            let Some(local) = own.get(place) else {
+                rows.push(policies.padding);
+                positions.push(0);
+                bounds.push(0);
+                continue;
+            };
+            let request = batch.request_of(local.row);
+            let in_request = local.row - batch.starts[request];
+            let position = (policies.position)(batch.computed[request], in_request, local.in_chunk);
+            rows.push(local.row as i64);
+            positions.push(position as i64);
+            bounds.push((policies.bound)(position, local.in_chunk) as i32);
+            gathered[rank * padded + place] = Some(local.row);
+            writer[rank * padded + place] = u64::from(!local.everywhere || (policies.writes)(rank));
+        }
+    }
+    let shares = Shares { gathered, counts, padded, rows: batch.rows() };
+    let restore = (policies.restore)(&shares).repeat(world);
+    let outputs = Tensors::new()
+        .with("rows", Tensor::from_i64(&[world, padded], &rows))
+        .with("positions", Tensor::from_i64(&[world, padded], &positions))
+        .with("row_lens", Tensor::from_i32(&[world, padded], &bounds))
+        .with("restore", Tensor::from_i64(&[world, shares.rows], &restore))
+        .with("kv_writer", Tensor::from_codes(Dtype::U8, &[world, total], &writer.repeat(world)));
+    Ok(Reply { outputs, collectives: vec![0; world], ..Reply::default() })
+}
+
+fn local_rows(batch: &Batch, rank: usize, split: Split, policies: &PrefillPolicies) -> Vec<Local> {
+    let mut own = Vec::new();
+    let mut add = |rows: Vec<usize>, everywhere: bool| {
+        own.extend(rows.into_iter().enumerate().map(|(in_chunk, row)| Local { row, in_chunk, everywhere }));
+    };
+    if split.strategy == PcpStrategy::RoundRobin {
+        add((policies.striped)(rank, split.world, &batch.starts), false);
+        return own;
+    }
+    let mut decode = 0;
+    for (request, prefills) in batch.prefills.iter().enumerate() {
+        let (first, count) = (batch.starts[request], batch.starts[request + 1] - batch.starts[request]);
+        let whole = || (first..first + count).collect::<Vec<_>>();
+        if !(policies.is_prompt)(*prefills, count) && split.decodes != PcpDecodes::Split {
+            let replicated = split.decodes == PcpDecodes::Replicated;
+            if replicated || (policies.owner)(decode, request, split.world) == rank {
+                add(whole(), replicated);
+            }
+            decode += usize::from(count > 0);
+            continue;
+        }
+        let chunks = chunks_of(split, rank, count, policies);
+        let Some(chunks) = chunks else {
+            add(whole(), true);
+            continue;
+        };
+        for (index, rows) in chunks.into_iter().enumerate() {
+            let mut rows: Vec<usize> = rows.map(|row| first + row).collect();
+            if index == 1 {
+                (policies.tail_order)(&mut rows);
+            }
+            add(rows, false);
+        }
+    }
+    own
+}
+
+/// Chunks of a prompt of `count` rows that a rank runs; `None` where every rank runs the whole of it.
+fn chunks_of(
+    split: Split,
+    rank: usize,
+    count: usize,
+    policies: &PrefillPolicies,
+) -> Option<Vec<Range<usize>>> {
+    let (world, doubled) = (split.world, 2 * split.world);
+    let own = [rank, (policies.tail)(rank, world)];
+    let size = (policies.chunk_rows)(count, doubled);
+    Some(match split.strategy {
+        PcpStrategy::HeadTailOrWhole if (doubled - 1) * size >= count => return None,
+        PcpStrategy::Contiguous => {
+            vec![(policies.chunk)(rank, (policies.chunk_rows)(count, world), count)]
+        }
+        PcpStrategy::Zigzag => {
+            // block i begins behind i short blocks and the rows that the longer ones among them have more
+            let first = |index: usize| index * (count / doubled) + index.min(count % doubled);
+            own.map(|index| first(index)..first(index + 1)).to_vec()
+        }
+        _ => own.map(|index| (policies.chunk)(index, size, count)).to_vec(),
+    })
+}
