@@ -2,11 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Attention, CommBackend, Configuration, LaneOrder, Operation, PcpDecodes, PcpStrategy, Tensor, Tensors,
+    CommBackend, Configuration, LaneOrder, Operation, PcpDecodes, PcpStrategy, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
-use crate::{Body, Case, CaseError, Family, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS};
+use crate::{
+    Body, Case, CaseError, Family, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MergeCase, MergePattern,
+    StateView,
+};
 
 /// One request of a batch of prefill context parallelism.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -45,24 +48,19 @@ impl PcpCase {
     /// What a session for the case is opened with: one rank of nothing, since the ranks of prefill context parallelism are the
     /// operation's own.
     pub fn configuration(&self) -> Configuration {
-        Configuration {
-            attention: Attention::Gqa { kv_heads: 1, head_dim: 8, v_head_dim: 8 },
-            tp: 1,
-            dcp: 1,
+        // the session of a merge that has one rank, too, and no sequence
+        let merge = MergeCase {
+            world: 1,
+            rows: 1,
             heads_per_rank: 1,
-            interleave: 1,
-            block_size: 1,
-            blocks: 1,
-            kv_dtype: Dtype::Bf16,
-            kv_scale: 1.0,
-            softmax_scale: 1.0,
+            dim: 8,
+            dtype: Dtype::F32,
             comm_backend: CommBackend::AgRs,
             lane_order: LaneOrder::HiLo,
-            query_replication: false,
-            project_before_merge: false,
-            second_group: None,
-            kernel_head_widths: Vec::new(),
-        }
+            pattern: MergePattern::Random,
+            view: StateView::Contiguous,
+        };
+        merge.configuration(Family::MergeStates)
     }
 
     /// The step, for `padded_rows` rows of a rank at least.

@@ -85,22 +85,9 @@ pub struct AttentionMaterial {
     context: OnceLock<Result<ExpectedState, String>>,
 }
 
-/// Operation whose profile counts for a family.
+/// Operation whose profile counts for a family; that of the layout where a case is of several or of none.
 pub(crate) fn operation_of(family: Family) -> OperationKind {
-    match family {
-        Family::Layout => OperationKind::Layout,
-        Family::Pcp => OperationKind::PcpLayout,
-        Family::Write => OperationKind::WriteKv,
-        Family::Decode => OperationKind::Decode,
-        Family::Verify => OperationKind::Verify,
-        Family::Draft => OperationKind::Draft,
-        Family::Context => OperationKind::Context,
-        Family::MergePartials => OperationKind::MergePartials,
-        Family::MergeStates => OperationKind::MergeStates,
-        Family::MergeSegments => OperationKind::MergeSegments,
-        Family::PackLse => OperationKind::PackLse,
-        Family::Sequence | Family::Rules => OperationKind::Layout,
-    }
+    family.operation().unwrap_or(OperationKind::Layout)
 }
 
 /// Contract of a family's operation with the merge that `backend` uses; `None` when the engine does not do it.

@@ -104,7 +104,10 @@ class PrefillLayout:
         on_device = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(device)  # noqa: E731
         query_lens = np.diff(starts).astype(np.int32)
         of_row = np.repeat(np.arange(count), query_lens)
-        positions = np.arange(rows) - starts[of_row] + computed[of_row]
+        # as many as the graph has, where that is more
+        padded = max(rows, self.padded_rows)
+        positions = np.zeros(padded, np.int64)
+        positions[:rows] = np.arange(rows) - starts[of_row] + computed[of_row]
         seq_lens = (computed + query_lens).astype(np.int32)
         prompt_lens = np.where(prefills, seq_lens, computed).astype(np.int32)
         numbers = np.arange(count, dtype=np.int32)
@@ -119,7 +122,7 @@ class PrefillLayout:
             "expanded_local_pos": on_device(np.zeros(count, np.int32)),
             "num_scheduled_tokens": query_lens,
             "num_tokens": rows,
-            "num_tokens_after_padding": rows,
+            "num_tokens_after_padding": padded,
             "num_draft_tokens": int(drafts.sum()),
             "num_draft_tokens_per_req": drafts if drafts.any() else None,
             "query_start_loc": on_device(starts.astype(np.int32)),
@@ -131,9 +134,9 @@ class PrefillLayout:
             "num_computed_prefill_tokens_np": np.minimum(computed, prompt_lens).astype(np.int32),
             "is_prefilling_np": prefills.astype(bool),
             "has_prefill": bool(prefills.any()),
-            "input_ids": on_device(np.arange(rows, dtype=np.int32)),
-            "positions": on_device(positions.astype(np.int64)),
-            "is_padding": on_device(np.zeros(rows, bool)),
+            "input_ids": on_device(np.arange(padded, dtype=np.int32)),
+            "positions": on_device(positions),
+            "is_padding": on_device(np.arange(padded) >= rows),
         }
         fields = {field.name for field in dataclasses.fields(self.release.input_batch)}
         return self.release.input_batch(**{name: values.get(name) for name in fields})
