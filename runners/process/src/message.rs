@@ -239,11 +239,11 @@ pub fn tensors(
         return following(stream, head.payload_bytes, &attached.strided);
     };
     let unfit = |reason: String| MessageError::File { name: name.clone(), reason };
-    if head.payload_bytes > 0 {
-        return Err(unfit("the frame has a payload of its own".to_owned()));
-    }
     if !is_plain_name(name) {
         return Err(unfit("it must be a plain name".to_owned()));
+    }
+    if head.payload_bytes > 0 {
+        return Err(unfit("the frame has a payload of its own".to_owned()));
     }
     let path = folder.join(name);
     let about = std::fs::symlink_metadata(&path).map_err(|error| unfit(error.to_string()))?;
