@@ -21,6 +21,8 @@ pub(crate) use spelling::{read_steps, spell_steps};
 
 /// Most steps of a sequence.
 pub const MAX_STEPS: usize = 256;
+/// Most tokens of all requests of a sequence, rejected ones included: each has content of its own, 2^46 elements of a tensor of 2^60.
+pub const MAX_SEQUENCE_TOKENS: usize = 1 << 14;
 /// Requests of a sequence have numbers below this.
 pub const MAX_SEQUENCE_REQUESTS: usize = 64;
 

@@ -135,6 +135,7 @@ fn a_sequence_that_cannot_be_taken_is_refused_with_its_step() {
         ("d0+0", "query rows"),
         ("f0", "no request 0"),
         ("q0+1", "is no step"),
+        ("i0+20000.w3.s1.b8", "16384 tokens in all"),
     ] {
         let error = id(steps).parse::<Case>().unwrap_err().to_string();
         assert!(error.contains(expected), "{steps}: {error}");

@@ -9,8 +9,10 @@ use std::collections::BTreeMap;
 use shardcheck_engine::CacheLayout;
 use shardcheck_formats::Counter;
 
-use super::{Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step};
-use crate::{AttentionCase, MAX_TOKENS, Placement, Probe, Request, Workload};
+use super::{
+    Import, MAX_SEQUENCE_REQUESTS, MAX_SEQUENCE_TOKENS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step,
+};
+use crate::{AttentionCase, Placement, Probe, Request, Workload};
 
 /// Stream of the order in which blocks are given away at first.
 const BLOCK_STREAM: u32 = 410;
@@ -257,8 +259,10 @@ impl Scheduler {
     fn append(&mut self, request: usize, tokens: usize) -> Result<(), String> {
         let mut held = self.held.get(&request).cloned().unwrap_or_default();
         let total = held.cached + tokens;
-        if total > MAX_TOKENS || self.next_token as usize + tokens > MAX_TOKENS {
-            return Err(format!("request {request} grows beyond {MAX_TOKENS} tokens"));
+        if self.next_token as usize + tokens > MAX_SEQUENCE_TOKENS {
+            return Err(format!(
+                "request {request} takes the sequence beyond {MAX_SEQUENCE_TOKENS} tokens in all"
+            ));
         }
         while held.blocks.len() < total.div_ceil(self.virtual_block_tokens) {
             if self.free.is_empty() && self.grows {
