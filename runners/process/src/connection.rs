@@ -21,6 +21,7 @@ use crate::{CANNOT_RUN_HERE, PROTOCOL};
 const READ_AHEAD_BYTES: usize = 64 << 10;
 /// What the socket takes before a writer waits: a large tensor is then read while it is written.
 const SOCKET_BYTES: usize = 4 << 20;
+
 /// A connection on which a hello was accepted.
 #[derive(Debug)]
 pub struct Connection {

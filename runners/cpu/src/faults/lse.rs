@@ -87,7 +87,7 @@ pub(super) const FAULTS: &[Fault] = &[
             "probe.pairing",
             "probe.rank-lse",
         ],
-        apply: |p| p.merge.combine = base_2,
+        apply: |p| p.merge.combine = merge::combine_base_2,
     },
     Fault {
         name: "base-2-taken-as-natural",
@@ -307,17 +307,6 @@ fn unnormalised(lses: &[f32], weights: &mut [f32]) -> f32 {
     merged
 }
 
-fn base_2(lses: &[f32], weights: &mut [f32]) -> f32 {
-    let max = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    if max == f32::NEG_INFINITY {
-        weights.fill(0.0);
-        return max;
-    }
-    let merged = max + lses.iter().map(|lse| (lse - max).exp2()).sum::<f32>().log2();
-    weights.iter_mut().zip(lses).for_each(|(weight, lse)| *weight = (lse - merged).exp2());
-    merged
-}
-
 fn unshifted(lses: &[f32], weights: &mut [f32]) -> f32 {
     let sum: f32 = lses.iter().map(|lse| lse.exp()).sum();
     if sum == 0.0 {
@@ -361,7 +350,11 @@ mod tests {
         assert_near(merged(average), [0.5, 0.0, 0.5], natural);
         assert_near(merged(unnormalised), [(-1.5f32).exp(), 0.0, 1.0], natural);
         let binary = (0.5f32.exp2() + 2f32.exp2()).log2();
-        assert_near(merged(base_2), [(0.5 - binary).exp2(), 0.0, (2.0 - binary).exp2()], binary);
+        assert_near(
+            merged(merge::combine_base_2),
+            [(0.5 - binary).exp2(), 0.0, (2.0 - binary).exp2()],
+            binary,
+        );
         assert_near(merged(unshifted), [(0.5 - natural).exp(), 0.0, (2.0 - natural).exp()], natural);
     }
 
