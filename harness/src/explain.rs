@@ -11,7 +11,7 @@ use crate::nearest::nearest;
 
 pub use documents::{case_json, expression_examples, filter_expressions, operations};
 pub use table::Table;
-pub use vocabulary::{axes, exit_codes, families, junit_mapping, probes, stages, statuses};
+pub use vocabulary::{axes, exit_codes, families, family_meaning, junit_mapping, probes, stages, statuses};
 
 /// A text of `shardcheck explain`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -121,7 +121,7 @@ impl FromStr for Topic {
 /// Nothing is known under that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "nothing is known as {word:?}{}; give a topic ({}), or the id of a property, a fault or a case",
+    "nothing is known as {word:?}{}; give a topic ({}), a family, or the id of a property, a fault or a case",
     nearest.as_ref().map_or_else(String::new, |name| format!("; did you mean {name:?}?")),
     Topic::ALL.map(Topic::name).join(", ")
 )]

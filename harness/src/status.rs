@@ -147,7 +147,7 @@ pub enum Exit {
     EngineNotStarted,
     /// The harness itself is at fault.
     Internal,
-    /// Kept for adapters: an operation that they do not know.
+    /// Kept for adapters: they cannot run on this machine.
     AdapterUnsupported,
 }
 
@@ -207,7 +207,7 @@ impl Exit {
                 "the engine under test could not be started, or its adapter was refused"
             }
             Self::Internal => "the harness itself is at fault",
-            Self::AdapterUnsupported => "kept for adapters: an operation that they do not know",
+            Self::AdapterUnsupported => "kept for adapters: they can't run on this machine",
         }
     }
 

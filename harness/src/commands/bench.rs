@@ -16,6 +16,9 @@ use crate::status::Exit;
 /// False alarms that are told one by one.
 const MOST_TOLD: usize = 20;
 
+/// Largest cache that `bench protocol` sends.
+const LARGEST_CACHE_BYTES: u64 = 2_000_000_000;
+
 /// Options of `bench`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -207,6 +210,12 @@ fn measure_bounds(args: &BoundsArgs) -> Result<Exit, CommandError> {
 fn time_protocol(args: &ProtocolArgs) -> Result<Exit, CommandError> {
     if args.runs < 5 {
         return Err(CommandError::Usage("--runs takes at least 5: a median of fewer says little".to_owned()));
+    }
+    if let Some(size) = args.sizes.iter().find(|size| **size > LARGEST_CACHE_BYTES) {
+        let text = format!(
+            "--sizes takes up to {LARGEST_CACHE_BYTES} bytes, not {size}: the cache is held several times"
+        );
+        return Err(CommandError::Usage(text));
     }
     let command = match &args.adapter {
         Some(command) => command.clone(),

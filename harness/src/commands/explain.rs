@@ -1,18 +1,18 @@
 //! `explain`: long text in the terminal, generated from the registries.
 
-use shardcheck_cases::Case;
+use shardcheck_cases::{Case, Family};
 use shardcheck_cpu::{Fault, fault, faults};
 
 use crate::cli::CommandError;
 use crate::commands::print;
-use crate::explain::Explainer;
+use crate::explain::{Explainer, family_meaning};
 use crate::properties::{self, Property};
 use crate::status::Exit;
 
 /// Options of `explain`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Property id, fault name, case id, or a topic
+    /// Property id, fault name, family, case id, or a topic
     #[arg(default_value = "topics", value_name = "WHAT")]
     what: String,
 }
@@ -34,10 +34,16 @@ fn text(what: &str) -> Result<String, CommandError> {
         "faults" => return Ok(faults().iter().map(|f| format!("{:<36} {}\n", f.name, f.title)).collect()),
         _ => {}
     }
+    if what.contains('/') {
+        // what is wrong with an id is said by whoever reads it
+        return what.parse().map(|case| of_case(&case)).map_err(CommandError::usage);
+    }
     Explainer::new()
+        .with("family", Family::ALL.map(Family::name), |name| {
+            Family::ALL.into_iter().find(|family| family.name() == name).map(of_family)
+        })
         .with("property", properties::all().map(|p| p.id), |id| properties::find(id).map(of_property))
         .with("fault", faults().iter().map(|f| f.name), |name| fault(name).map(of_fault))
-        .with("case", Vec::<String>::new(), |id| id.parse::<Case>().ok().map(|case| of_case(&case)))
         .explain(what)
         .map_err(CommandError::usage)
 }
@@ -55,6 +61,19 @@ fn of_property(property: &Property) -> String {
         families.join(", "),
         list(property.bugs),
         list(&killed)
+    )
+}
+
+fn of_family(family: Family) -> String {
+    let properties: Vec<_> = properties::all()
+        .filter(|property| property.families.contains(&family))
+        .map(|property| format!("  {:<28} {}\n", property.id, property.statement))
+        .collect();
+    let operation = family.operation().map_or("none of its own".to_owned(), |kind| format!("{kind}"));
+    format!(
+        "{}\n\noperation:  {operation}\ntry it:     shardcheck run -E 'family({family})'\nproperties:\n{}",
+        family_meaning(family),
+        properties.concat()
     )
 }
 

@@ -84,8 +84,9 @@ const DIAGNOSIS: Duration = Duration::from_secs(5);
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     args.report.check()?;
-    let engine = engines::open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
+    // a mistyped selection is told at once: an engine may take a minute to start
     let (cases, selection) = args.cases.selected()?;
+    let engine = engines::open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let jobs = match args.jobs {
         Some(0) => return Err(CommandError::Usage("--jobs takes at least 1".to_owned())),
         Some(jobs) => jobs,

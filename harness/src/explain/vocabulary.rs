@@ -78,7 +78,8 @@ pub fn axes() -> Table {
     )
 }
 
-fn family_meaning(family: Family) -> &'static str {
+/// What an engine is asked by cases of a family.
+pub fn family_meaning(family: Family) -> &'static str {
     match family {
         Family::Layout => {
             "to derive lengths, slots and pages of a batch whose sequences lie interleaved over ranks"

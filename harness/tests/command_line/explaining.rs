@@ -6,7 +6,7 @@ use std::process::Stdio;
 use serde_json::Value;
 use shardcheck::explain::Topic;
 use shardcheck::properties;
-use shardcheck_cases::{Case, SuiteName, suite};
+use shardcheck_cases::{Case, Family, SuiteName, suite};
 use shardcheck_cpu::faults;
 
 use crate::program::Program;
@@ -34,6 +34,19 @@ fn every_fault_is_explained_with_the_command_that_injects_it() {
             assert!(outcome.out.contains(part), "{}\n{}", fault.name, outcome.out);
         }
     }
+}
+
+#[test]
+fn every_family_is_explained_with_its_properties_and_a_bad_id_with_its_reason() {
+    let program = Program::new();
+    for family in Family::ALL {
+        let outcome = program.expect(0, &["explain", family.name()]);
+        let properties = properties::all().filter(|property| property.families.contains(&family));
+        assert!(properties.into_iter().all(|property| outcome.out.contains(property.id)), "{}", outcome.out);
+    }
+    let id = program.ids(&["--suite", "engine-smoke", "decode/"]).remove(0);
+    let outcome = program.expect(2, &["explain", &format!("{id}9x")]);
+    assert!(outcome.err.contains("seed"), "{}", outcome.err);
 }
 
 #[test]

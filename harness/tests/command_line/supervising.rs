@@ -44,6 +44,9 @@ fn each_misbehaviour_is_the_verdict_of_one_case_and_the_others_are_judged() {
         (Misbehaviour::GarbledHeader, Status::Crash, "not understood"),
         (Misbehaviour::WrongId, Status::Crash, "bears number"),
         (Misbehaviour::RepliesTwice, Status::Crash, ""),
+        (Misbehaviour::RepliesEarly, Status::Crash, "adapter"),
+        (Misbehaviour::ReshapesAnInput, Status::Crash, "input_after.q"),
+        (Misbehaviour::CannotGoOn, Status::Crash, "exit status 89"),
         (Misbehaviour::WrongDtype, Status::Fail, "dtype f64"),
         (Misbehaviour::WrongShape, Status::Fail, "shape"),
         (Misbehaviour::NanEverywhere, Status::Fail, ""),
@@ -82,10 +85,12 @@ fn a_flood_on_standard_output_harms_nobody_and_is_not_kept_whole() {
 fn a_command_that_is_no_engine_ends_with_its_own_code_and_says_why() {
     let loose = engine("--misbehave loose-contract --mark mark");
     let other = engine("--misbehave other-protocol --mark mark");
+    let leaving = engine("--misbehave leaves-at-once --mark mark");
     for (engine, words) in [
         ("exec:sh -c 'echo no such module >&2; exit 1'", "no such module"),
         ("exec:does-not-exist-anywhere", "exit status 127"),
         ("exec:exit 89", "can't run here"),
+        (leaving.as_str(), "exit status 4 before it said hello"),
         (loose.as_str(), "u_acc"),
         (other.as_str(), "protocol 7 to 9"),
     ] {

@@ -168,12 +168,14 @@ impl<'a> Desk<'a> {
         if let Some(strike) = &mut strike {
             strike.on_reply(&mut reply);
         }
-        let said = Said::Reply(Box::new(reply));
+        let said = Said::Reply(Box::new(reply.clone()));
         self.send(&said, &parcel)?;
-        match strike {
-            Some(strike) if strike.replies_twice() => self.send(&said, &parcel),
-            _ => Ok(()),
+        let Some(strike) = strike else { return Ok(()) };
+        self.flush()?;
+        if strike.after_reply(&mut reply) {
+            self.send(&Said::Reply(Box::new(reply)), &parcel)?;
         }
+        Ok(())
     }
 
     fn step(&mut self, session: u64, operation: &Operation, mut inputs: Tensors) -> (Outcome, Tensors) {

@@ -120,7 +120,7 @@ impl Connection {
         }
     }
 
-    /// `None` for a peer that is not the one that was started.
+    /// `None` for a peer that is not the one that was started, and for one that leaves without a word.
     fn greet(&mut self, child: &Child, until: Instant) -> Result<Option<Profile>, StartError> {
         self.stream.get_mut().until = until;
         let hello = frame::read_head(&mut self.stream)
@@ -132,6 +132,8 @@ impl Connection {
             StartError::Refused { reason }
         };
         match hello {
+            // how its process ended says more, and so does the time that passes without a hello
+            Err(MessageError::Frame(FrameError::Closed)) => Ok(None),
             Err(error) => Err(refuse(self, format!("its hello is not understood: {error}"))),
             Ok(Said::Reply(_)) => Err(refuse(self, "its first message is no hello".to_owned())),
             Ok(Said::Hello(hello)) if hello.token != child.token => {
@@ -180,6 +182,9 @@ impl Connection {
         child: &Child,
         patience: Duration,
     ) -> Result<(Reply, Tensors), AskError> {
+        if self.unasked() == Pending::Something {
+            return Err(AskError::Violation("it said something before it was asked".to_owned()));
+        }
         self.send(question, parcel, Instant::now() + patience)?;
         while !self.owed.is_empty() {
             self.reply_owed(child)?;

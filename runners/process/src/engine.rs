@@ -7,12 +7,12 @@ use std::time::Duration;
 
 use shardcheck_engine::{
     Answer, Configuration, Engine, EngineError, Operation, OperationKind, Profile, Provenance,
-    Reply as StepReply, RuleSetName, Session, Settings, TensorSpec, Tensors, Validation,
+    Reply as StepReply, RuleSetName, Session, Settings, Tensor, TensorSpec, Tensors, Validation,
 };
 
 use crate::child::Child;
 use crate::connection::{AskError, Connection, Pending};
-use crate::log::EngineLog;
+use crate::log::{EngineLog, legible};
 use crate::message::{ErrorClass, Outcome, Parcel, Question, Reply};
 use crate::unwritten::unwritten_elements;
 
@@ -166,11 +166,16 @@ impl ProcessEngine {
     /// Sees to it that the lane has a process that can be asked.
     fn ready(&self, lane: &mut LaneState) -> Result<(), EngineError> {
         if let Some(running) = &lane.running {
-            if running.connection.unasked() == Pending::Nothing {
-                return Ok(());
+            match running.connection.unasked() {
+                Pending::Nothing => return Ok(()),
+                // it ended after its last case had its verdict
+                Pending::End => lane.running = None,
+                Pending::Something => {
+                    lane.running = None;
+                    let text = "after its last answer to an earlier case the adapter said something that nobody asked for";
+                    return Err(EngineError::Crash { text: text.to_owned() });
+                }
             }
-            // it ended, or said something unasked, after its last case had its verdict
-            lane.running = None;
         }
         if lane.failed_starts >= MAX_FAILED_STARTS {
             let text = format!(
@@ -379,11 +384,6 @@ impl ProcessSession {
             let text = "the process ended while another session was asked".to_owned();
             return Err(EngineError::Interrupted { text });
         };
-        if running.connection.unasked() == Pending::Something {
-            let text = format!("the adapter said something unasked before {kind}");
-            lane.running = None;
-            return Err(EngineError::Crash { text });
-        }
         let name = format!("inputs-{}", self.session);
         let inline_bytes = running.connection.inline_bytes();
         let parcel = Parcel::of(inputs, running.child.folder(), &name, inline_bytes)
@@ -435,7 +435,17 @@ fn sort(kind: OperationKind, mut tensors: Tensors, inputs: &mut Tensors) -> Resu
         // moved, not copied: a cache that is read back may be a gigabyte
         let Some(tensor) = tensors.remove(&name) else { continue };
         match name.strip_prefix(CHANGED_INPUT) {
-            Some(input) if inputs.find(input).is_some() => inputs.insert(input, tensor),
+            Some(input) if inputs.find(input).is_some_and(|sent| alike(sent, &tensor)) => {
+                inputs.insert(input, tensor);
+            }
+            Some(input) if inputs.find(input).is_some() => {
+                let text = format!(
+                    "the reply has {name:?} as {} {:?}, which is not what was sent",
+                    tensor.dtype(),
+                    tensor.shape()
+                );
+                return Err(EngineError::Crash { text });
+            }
             None if known(&name) => outputs.insert(&name, tensor),
             _ => {
                 let text = format!("the reply has a tensor {name:?} that {kind} does not have");
@@ -444,6 +454,10 @@ fn sort(kind: OperationKind, mut tensors: Tensors, inputs: &mut Tensors) -> Resu
         }
     }
     Ok(outputs)
+}
+
+fn alike(sent: &Tensor, returned: &Tensor) -> bool {
+    sent.dtype() == returned.dtype() && sent.shape() == returned.shape()
 }
 
 /// What a reply says when all went well.
@@ -458,13 +472,15 @@ fn done(reply: Reply) -> Result<Answer<Done>, EngineError> {
         Outcome::Ok { effective, collectives, result } => {
             Ok(Answer::Done(Done { effective, collectives, result }))
         }
-        Outcome::Unsupported { reason } => Ok(Answer::Unsupported(reason)),
+        Outcome::Unsupported { reason } => Ok(Answer::Unsupported(legible(&reason))),
         Outcome::Error { class: ErrorClass::Timeout, text, rank } => {
-            Err(EngineError::Timeout { rank, waiting_in: text, waited_s: 0.0 })
+            Err(EngineError::Timeout { rank, waiting_in: legible(&text), waited_s: 0.0 })
         }
-        Outcome::Error { class: ErrorClass::DeviceLost, text, .. } => Err(EngineError::DeviceLost { text }),
+        Outcome::Error { class: ErrorClass::DeviceLost, text, .. } => {
+            Err(EngineError::DeviceLost { text: legible(&text) })
+        }
         Outcome::Error { class: ErrorClass::Crash | ErrorClass::Input, text, .. } => {
-            Err(EngineError::Crash { text })
+            Err(EngineError::Crash { text: legible(&text) })
         }
     }
 }

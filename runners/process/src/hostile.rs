@@ -13,6 +13,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
+use crate::CANNOT_RUN_HERE;
 use crate::frame::MAGIC;
 use crate::message::{ErrorClass, Hello, Outcome, Reply};
 use crate::unwritten::pattern;
@@ -42,6 +43,14 @@ pub enum Misbehaviour {
     WrongId,
     /// It replies twice.
     RepliesTwice,
+    /// A while after its reply it says what would be the reply to the next question.
+    RepliesEarly,
+    /// It connects and ends without a word.
+    LeavesAtOnce,
+    /// It says that an input is now one of another shape.
+    ReshapesAnInput,
+    /// It ends with the status that says that it can't run here.
+    CannotGoOn,
     /// Its output has another element type.
     WrongDtype,
     /// Its output has another shape.
@@ -64,7 +73,7 @@ pub enum Misbehaviour {
 
 impl Misbehaviour {
     /// All of them, in a stable order.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 24] = [
         Self::Exits,
         Self::IsKilled,
         Self::Hangs,
@@ -76,6 +85,10 @@ impl Misbehaviour {
         Self::GarbledHeader,
         Self::WrongId,
         Self::RepliesTwice,
+        Self::RepliesEarly,
+        Self::LeavesAtOnce,
+        Self::ReshapesAnInput,
+        Self::CannotGoOn,
         Self::WrongDtype,
         Self::WrongShape,
         Self::NanEverywhere,
@@ -101,6 +114,10 @@ impl Misbehaviour {
             Self::GarbledHeader => "garbled-header",
             Self::WrongId => "wrong-id",
             Self::RepliesTwice => "replies-twice",
+            Self::RepliesEarly => "replies-early",
+            Self::LeavesAtOnce => "leaves-at-once",
+            Self::ReshapesAnInput => "reshapes-an-input",
+            Self::CannotGoOn => "cannot-go-on",
             Self::WrongDtype => "wrong-dtype",
             Self::WrongShape => "wrong-shape",
             Self::NanEverywhere => "nan-everywhere",
@@ -147,6 +164,7 @@ impl Strike {
 
     pub(crate) fn on_hello(&mut self, hello: &mut Hello) {
         match self.kind {
+            Misbehaviour::LeavesAtOnce => process::exit(4),
             Misbehaviour::OtherProtocol => hello.protocol = [7, 9],
             Misbehaviour::LooseContract => {
                 for operation in hello.profile.operations.values_mut() {
@@ -170,6 +188,8 @@ impl Strike {
         };
         match self.kind {
             Misbehaviour::Exits => process::exit(3),
+            Misbehaviour::CannotGoOn => process::exit(CANNOT_RUN_HERE),
+            Misbehaviour::ReshapesAnInput => outputs.insert("input_after.q", Tensor::from_i32(&[1], &[0])),
             Misbehaviour::IsKilled => drop(kill_process(getpid(), Signal::KILL)),
             Misbehaviour::Hangs => wait_for_ever(),
             Misbehaviour::Trickles => {
@@ -224,8 +244,18 @@ impl Strike {
         }
     }
 
-    pub(crate) fn replies_twice(&self) -> bool {
-        self.kind == Misbehaviour::RepliesTwice
+    /// What is said after the reply of number `id`.
+    pub(crate) fn after_reply(&self, reply: &mut Reply) -> bool {
+        match self.kind {
+            Misbehaviour::RepliesTwice => true,
+            Misbehaviour::RepliesEarly => {
+                // the harness has read the answer and looked for more by then
+                thread::sleep(Duration::from_millis(100));
+                reply.id += 1;
+                true
+            }
+            _ => false,
+        }
     }
 
     fn spoilt(&self, out: &Tensor) -> Tensor {

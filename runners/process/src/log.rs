@@ -11,6 +11,19 @@ use std::thread;
 const MAX_KEPT_BYTES: usize = 16 << 20;
 /// Bytes of the end that are at hand.
 const TAIL_BYTES: usize = 2048;
+/// Characters of a text of an engine that a verdict quotes.
+const MAX_QUOTED_CHARS: usize = 4000;
+
+/// An engine's own text as it may be shown: no control characters, which a terminal would obey, and no more than fits a screen.
+pub(crate) fn legible(text: &str) -> String {
+    let shown = |c: char| if c.is_control() && !matches!(c, '\n' | '\t') { '\u{FFFD}' } else { c };
+    let mut quoted: String = text.chars().take(MAX_QUOTED_CHARS).map(shown).collect();
+    let left_out = text.chars().count().saturating_sub(MAX_QUOTED_CHARS);
+    if left_out > 0 {
+        quoted += &format!(" [… {left_out} more characters]");
+    }
+    quoted
+}
 
 /// A log that processes write to and verdicts quote.
 #[derive(Debug, Clone, Default)]
@@ -44,7 +57,7 @@ impl EngineLog {
     pub fn tail(&self) -> String {
         let inner = self.lock();
         let bytes: Vec<u8> = inner.tail.iter().copied().collect();
-        String::from_utf8_lossy(&bytes).trim().to_owned()
+        legible(String::from_utf8_lossy(&bytes).trim())
     }
 
     /// Forgets the last lines: what a new process says is its own.
@@ -100,6 +113,13 @@ impl Inner {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_quoted_text_commands_no_terminal_and_fills_no_screen() {
+        assert_eq!(legible("\u{1b}[2Jrow 3:\tNaN\r\n"), "\u{FFFD}[2Jrow 3:\tNaN\u{FFFD}\n");
+        let long = legible(&"é".repeat(MAX_QUOTED_CHARS + 7));
+        assert!(long.ends_with("é [… 7 more characters]"), "{long}");
+    }
 
     #[test]
     fn what_came_before_the_file_is_in_it_and_a_flood_is_cut() {

@@ -446,9 +446,11 @@ def _float(value: Array, dtype: str | None) -> Tensor:
         tensor = Tensor.of(value)
     except TypeError as error:
         raise CheckError(str(error)) from None
-    if dtype is None or tensor.dtype not in ("u8", "u16"):
+    if dtype is None:
         return tensor
     named = _named(dtype)
+    if tensor.dtype not in ("u8", "u16"):
+        return tensor
     if named.storage != DTYPES[tensor.dtype].storage:
         raise CheckError(f"codes of {dtype} have {named.size_bytes} bytes, those of {tensor.dtype} don't")
     return Tensor(named.name, tensor.codes)

@@ -192,6 +192,7 @@ class Attention(Judged):
             ({"layout": "DHN"}, "layout"),
             ({"lse": lse[:1]}, "lse has shape"),
             ({"kv_dtype": "e5m2"}, "kv_dtype is 'e5m2'"),
+            ({"dtype": "bf61"}, "bf61"),
         ]
         for change, words in cases:
             with self.subTest(words), self.assertRaisesRegex(CheckError, words):
