@@ -289,6 +289,44 @@ fn boundary_table() -> String {
     table
 }
 
+fn coverage_table() -> String {
+    use crate::coverage::{Document, Statement, statements};
+    let row = |statement: &Statement| {
+        let properties = statement.properties.iter().map(|id| format!("`{id}`"));
+        let checked: Vec<_> = properties.chain(statement.elsewhere.clone()).collect();
+        let missing = match (statement.waits_for, &statement.why) {
+            (Some(later), Some(why)) => format!("{}: {why}", later.name()),
+            (_, why) => why.clone().unwrap_or_default(),
+        };
+        let (section, says) = (cell(&statement.section), cell(&statement.says));
+        format!("| {section} | {says} | {} | {} |\n", checked.join(", "), cell(&missing))
+    };
+    let part = |document: Document| {
+        let rows: String = statements().iter().filter(|s| s.document == document).map(row).collect();
+        format!(
+            "\n## {}\n\n| section | it says | checked by | what is missing, or why it is not |\n|---|---|---|---|\n{rows}",
+            document.title()
+        )
+    };
+    Document::ALL.map(part).concat()
+}
+
+fn coverage_counts() -> String {
+    let all = crate::coverage::statements();
+    let checked = all.iter().filter(|s| !s.properties.is_empty() || s.elsewhere.is_some());
+    let waiting = all.iter().filter(|s| s.waits_for.is_some()).count();
+    format!(
+        "Of {} statements, {} are checked; {waiting} wait for a part of the program, whole or in part.\n",
+        all.len(),
+        checked.count()
+    )
+}
+
+#[test]
+fn the_page_on_coverage_lists_every_statement_of_the_documents() {
+    check("coverage.md", &[("counts", coverage_counts()), ("coverage", coverage_table())]);
+}
+
 #[test]
 fn the_page_on_bugs_joins_the_catalogue_with_the_faults() {
     check("bugs.md", &[("counts", bug_counts()), ("bugs", bug_table())]);

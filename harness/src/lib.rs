@@ -8,6 +8,7 @@ pub mod check;
 pub mod claims;
 pub mod cli;
 pub mod commands;
+pub mod coverage;
 pub mod diagnose;
 pub mod diff;
 pub mod emit;
