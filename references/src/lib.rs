@@ -14,6 +14,7 @@
 //! * [`bound`] — how far a conforming engine may be off, element by element.
 //! * [`probable`] — how far it is likely to be off; to be reported, not to judge by.
 //! * [`statistics`] — what a whole output says that no single element does.
+//! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`probe`] — inputs whose right answers are integers.
 
@@ -23,6 +24,7 @@ pub mod chunk;
 pub mod exp;
 pub mod layout;
 pub mod merge;
+pub mod moe;
 pub mod moments;
 pub mod pcp;
 pub mod probable;
