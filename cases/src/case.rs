@@ -10,7 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{PcpCase, Probe, SequenceCase, Workload};
+use crate::{MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -43,13 +43,17 @@ pub enum Family {
     MergeSegments,
     /// Packing of the LSE.
     PackLse,
+    /// Experts of given logits.
+    Route,
+    /// A layer of experts over ranks.
+    Moe,
     /// Configuration rules.
     Rules,
 }
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 15] = [
         Self::Layout,
         Self::Pcp,
         Self::Write,
@@ -61,6 +65,8 @@ impl Family {
         Self::Verify,
         Self::Draft,
         Self::Context,
+        Self::Route,
+        Self::Moe,
         Self::Sequence,
         Self::Rules,
     ];
@@ -80,6 +86,8 @@ impl Family {
             Self::MergeStates => "merge_states",
             Self::MergeSegments => "merge_segments",
             Self::PackLse => "pack_lse",
+            Self::Route => "route",
+            Self::Moe => "moe",
             Self::Rules => "rules",
         }
     }
@@ -99,6 +107,8 @@ impl Family {
             Self::MergeStates => Some(OperationKind::MergeStates),
             Self::MergeSegments => Some(OperationKind::MergeSegments),
             Self::PackLse => Some(OperationKind::PackLse),
+            Self::Route => Some(OperationKind::Route),
+            Self::Moe => Some(OperationKind::Moe),
             Self::Sequence | Self::Rules => None,
         }
     }
@@ -297,6 +307,10 @@ pub enum Body {
     Merge(MergeCase),
     /// Rows of a batch over the ranks of prefill context parallelism.
     Pcp(PcpCase),
+    /// Experts of given logits.
+    Route(RouteCase),
+    /// A layer of experts over ranks.
+    Moe(MoeCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -342,10 +356,10 @@ impl Case {
     /// The operation that the case is about, with its parameters; `None` for sequences and rules. The rows that a rank of
     /// prefill context parallelism is padded to depend on those of the fullest one and are left out here.
     pub fn operation(&self) -> Option<Operation> {
-        if let Body::Pcp(case) = &self.body {
-            return Some(case.operation(0));
-        }
         let chunk_budget_tokens = match &self.body {
+            Body::Pcp(case) => return Some(case.operation(0)),
+            Body::Route(case) => return Some(case.operation()),
+            Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
             _ => 0,
         };
@@ -359,7 +373,7 @@ impl Case {
             Family::MergeStates => Operation::MergeStates,
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,
-            Family::Pcp | Family::Sequence | Family::Rules => return None,
+            Family::Pcp | Family::Route | Family::Moe | Family::Sequence | Family::Rules => return None,
         })
     }
 
@@ -369,6 +383,8 @@ impl Case {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
             Body::Pcp(case) => Some(case.configuration()),
+            Body::Route(case) => Some(case.configuration()),
+            Body::Moe(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

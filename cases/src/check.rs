@@ -37,6 +37,8 @@ impl Case {
                 out_of_range(format!("seed is {}; nothing is drawn for this family, so it is 0", self.seed))
             }
             Body::Pcp(case) if self.family == Family::Pcp => case.check(),
+            Body::Route(case) if self.family == Family::Route => case.check(),
+            Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -48,6 +50,8 @@ impl Case {
                 out_of_range(format!("family {} does not go with an attention body", self.family))
             }
             Body::Merge(_) => out_of_range(format!("family {} does not go with a merge body", self.family)),
+            Body::Route(_) => out_of_range(format!("family {} does not go with a route body", self.family)),
+            Body::Moe(_) => out_of_range(format!("family {} does not go with a moe body", self.family)),
             Body::Pcp(_) => out_of_range(format!("family {} does not go with a pcp body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))

@@ -26,8 +26,8 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, PcpCase,
-    Placement, Request, SequenceCase, StateView, Workload, rules,
+    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, MoeCase,
+    PcpCase, Placement, Request, RouteCase, SequenceCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -62,6 +62,8 @@ impl Case {
                 format!("{family}/{model}/{configuration}/{name}/{steps}/{seed}")
             }
             Body::Pcp(case) => format!("{family}/{}", case.spell()),
+            Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
     }
@@ -97,6 +99,18 @@ impl FromStr for Case {
                 return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));
             };
             Self::pcp(PcpCase::read(split, batch).map_err(fail)?)
+        } else if family == Family::Route {
+            let [_, router, tokens, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a route id has 4", parts.len())));
+            };
+            let body = RouteCase::read(router, tokens).map_err(fail)?;
+            Self::route(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Moe {
+            let [_, router, plan, tokens, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a moe id has 5", parts.len())));
+            };
+            let body = MoeCase::read(router, plan, tokens).map_err(fail)?;
+            Self::moe(body, number("seed", seed).map_err(fail)?)
         } else if family.is_merge() {
             let [_, states, pattern, view, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a merge id has 5", parts.len())));
@@ -202,12 +216,12 @@ fn spell_states(case: &MergeCase) -> String {
 }
 
 /// The dotted tokens of one part of an id; each may be taken once, and none may be left.
-struct Tokens {
+pub(crate) struct Tokens {
     rest: Vec<String>,
 }
 
 impl Tokens {
-    fn split(text: &str) -> Self {
+    pub(crate) fn split(text: &str) -> Self {
         let mut rest: Vec<String> = Vec::new();
         for piece in text.split('.') {
             match rest.last_mut() {
@@ -223,7 +237,7 @@ impl Tokens {
     }
 
     /// Takes the first token that `wanted` accepts.
-    fn take<T>(&mut self, wanted: impl Fn(&str) -> Option<T>) -> Option<T> {
+    pub(crate) fn take<T>(&mut self, wanted: impl Fn(&str) -> Option<T>) -> Option<T> {
         let (index, value) = self
             .rest
             .iter()
@@ -233,12 +247,25 @@ impl Tokens {
         Some(value)
     }
 
-    fn take_number(&mut self, key: &str) -> Option<usize> {
+    pub(crate) fn take_number(&mut self, key: &str) -> Option<usize> {
         self.take(|token| token.strip_prefix(key)?.parse().ok())
     }
 
-    fn need_number(&mut self, key: &str) -> Result<usize, String> {
+    pub(crate) fn need_number(&mut self, key: &str) -> Result<usize, String> {
         self.take_number(key).ok_or_else(|| format!("{key:?} with a whole number is missing"))
+    }
+
+    /// Takes the first token that names one of the values.
+    pub(crate) fn need<T: Copy>(
+        &mut self,
+        what: &str,
+        all: &[T],
+        name: fn(T) -> &'static str,
+    ) -> Result<T, String> {
+        self.take(|token| all.iter().copied().find(|value| name(*value) == token)).ok_or_else(|| {
+            let names: Vec<_> = all.iter().map(|value| name(*value)).collect();
+            format!("the {what} is missing: {}", names.join(", "))
+        })
     }
 
     fn take_flag(&mut self, name: &str) -> bool {
@@ -256,7 +283,7 @@ impl Tokens {
         }
     }
 
-    fn finish(self) -> Result<(), String> {
+    pub(crate) fn finish(self) -> Result<(), String> {
         match self.rest.first() {
             None => Ok(()),
             Some(token) => Err(format!("{token:?} is unknown here or stands there twice")),

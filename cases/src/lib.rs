@@ -8,8 +8,10 @@ mod id;
 mod inputs;
 mod merge;
 mod models;
+mod moe;
 mod pcp;
 mod probe;
+mod route;
 pub mod rules;
 mod sequence;
 mod suites;
@@ -24,8 +26,10 @@ pub use id::default_blocks;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
+pub use moe::{ExpertWeights, MoeCase};
 pub use pcp::{PcpCase, PcpRequest};
 pub use probe::Probe;
+pub use route::{LogitPattern, RouteCase, TOKEN_IDS};
 pub use sequence::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,
     generate_sequence, peak_blocks, turns,

@@ -78,7 +78,7 @@ impl Case {
     pub fn merge_inputs(&self) -> Option<MergeInputs> {
         match &self.body {
             Body::Merge(case) => Some(generate_merge(self.family, case, self.seed)),
-            Body::Attention(_) | Body::Pcp(_) | Body::Sequence(_) | Body::Rules(_) => None,
+            _ => None,
         }
     }
 }

@@ -48,19 +48,7 @@ impl PcpCase {
     /// What a session for the case is opened with: one rank of nothing, since the ranks of prefill context parallelism are the
     /// operation's own.
     pub fn configuration(&self) -> Configuration {
-        // the session of a merge that has one rank, too, and no sequence
-        let merge = MergeCase {
-            world: 1,
-            rows: 1,
-            heads_per_rank: 1,
-            dim: 8,
-            dtype: Dtype::F32,
-            comm_backend: CommBackend::AgRs,
-            lane_order: LaneOrder::HiLo,
-            pattern: MergePattern::Random,
-            view: StateView::Contiguous,
-        };
-        merge.configuration(Family::MergeStates)
+        nothing()
     }
 
     /// The step, for `padded_rows` rows of a rank at least.
@@ -170,6 +158,23 @@ impl PcpCase {
         }
         Ok(case)
     }
+}
+
+/// A session of one rank that holds nothing, for operations whose ranks are their own.
+pub(crate) fn nothing() -> Configuration {
+    // the session of a merge that has one rank, too, and no sequence
+    let merge = MergeCase {
+        world: 1,
+        rows: 1,
+        heads_per_rank: 1,
+        dim: 8,
+        dtype: Dtype::F32,
+        comm_backend: CommBackend::AgRs,
+        lane_order: LaneOrder::HiLo,
+        pattern: MergePattern::Random,
+        view: StateView::Contiguous,
+    };
+    merge.configuration(Family::MergeStates)
 }
 
 impl Case {

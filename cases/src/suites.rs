@@ -1,5 +1,6 @@
 //! Suites: named lists of cases, made from `suites/*.toml` and a seed.
 
+mod experts;
 mod prefill;
 
 use std::collections::{BTreeMap, HashSet};
@@ -114,6 +115,12 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.pcp {
         part.collect(seed, &mut suite);
     }
+    for part in &file.route {
+        part.collect(seed, &mut suite);
+    }
+    for part in &file.moe {
+        part.collect(seed, &mut suite);
+    }
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
@@ -140,6 +147,8 @@ fn compile_key(case: &Case) -> Vec<String> {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
+        Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
+        Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
         Body::Rules(_) => Vec::new(),
     }
 }
@@ -207,6 +216,10 @@ struct SuiteFile {
     merge: Vec<MergePart>,
     #[serde(default)]
     pcp: Vec<prefill::PcpPart>,
+    #[serde(default)]
+    route: Vec<experts::RoutePart>,
+    #[serde(default)]
+    moe: Vec<experts::MoePart>,
     #[serde(default)]
     edge: Vec<Edge>,
     #[serde(default)]

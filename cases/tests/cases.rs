@@ -106,7 +106,9 @@ fn every_family_names_the_operation_that_it_is_about() {
     assert_eq!(operations.len(), Family::ALL.len() - 2);
     for family in Family::ALL {
         assert!(!(family.is_attention() && family.is_merge()));
-        let has_step = family.is_attention() || family.is_merge() || family == Family::Pcp;
+        let has_step = family.is_attention()
+            || family.is_merge()
+            || matches!(family, Family::Pcp | Family::Route | Family::Moe);
         assert_eq!(family.operation().is_some(), has_step);
         assert_eq!(family.name().parse::<Family>().unwrap(), family);
     }

@@ -79,6 +79,8 @@ fn families_of_the_gate_have_their_shares() {
         (Family::Verify, 350),
         (Family::Draft, 110),
         (Family::Context, 240),
+        (Family::Route, 40),
+        (Family::Moe, 48),
         (Family::Sequence, 70),
         (Family::Rules, 120),
     ] {

@@ -13,8 +13,8 @@ use shardcheck_cpu::{Fault, faults};
 pub enum Later {
     /// Attention whose queries are sharded over ranks as well (PCP).
     PrefillSharding,
-    /// Routing, experts and their merge.
-    MoeMerge,
+    /// Experts whose activations are quantised.
+    QuantisedExperts,
     /// Selection of keys: indexer, top-k, sparse attention.
     SparseAttention,
     /// Recurrent and convolution states.
@@ -25,14 +25,19 @@ pub enum Later {
 
 impl Later {
     /// All of them, in a stable order.
-    pub const ALL: [Self; 5] =
-        [Self::PrefillSharding, Self::MoeMerge, Self::SparseAttention, Self::RecurrentState, Self::Sequences];
+    pub const ALL: [Self; 5] = [
+        Self::PrefillSharding,
+        Self::QuantisedExperts,
+        Self::SparseAttention,
+        Self::RecurrentState,
+        Self::Sequences,
+    ];
 
     /// Name as it stands in the catalogue.
     pub fn name(self) -> &'static str {
         match self {
             Self::PrefillSharding => "prefill-sharding",
-            Self::MoeMerge => "moe-merge",
+            Self::QuantisedExperts => "quantised-experts",
             Self::SparseAttention => "sparse-attention",
             Self::RecurrentState => "recurrent-state",
             Self::Sequences => "sequences",

@@ -241,9 +241,12 @@ fn agrees(class: FaultClass, stage: Stage) -> bool {
         C::EmptyShard => &[S::RowBound, S::Partial, S::Merge, S::Output],
         C::DtypeScale => &[S::Write, S::Gather, S::Partial, S::Exchange, S::Merge],
         C::HeadLayout => &[S::Query, S::Partial, S::Merge, S::Output, S::Configuration],
-        C::CollectiveOrder => &[S::Query, S::Gather, S::Exchange, S::Merge, S::Output],
-        C::Padding => &[S::Layout, S::RowBound, S::Write, S::Gather, S::Output],
+        C::CollectiveOrder => &[S::Routing, S::Query, S::Gather, S::Exchange, S::Merge, S::Output],
+        C::Padding => {
+            &[S::Layout, S::Routing, S::RowBound, S::Write, S::Gather, S::Exchange, S::Merge, S::Output]
+        }
         C::ConfigGate => &[S::Configuration, S::Exchange],
+        C::MoeRoute => &[S::Routing, S::Exchange, S::Merge],
         C::StaleMetadata => &[S::RowBound, S::Partial, S::Output],
         C::Hang => &S::ALL,
     };

@@ -208,6 +208,7 @@ fn default_operation(kind: OperationKind) -> OperationProfile {
         OperationKind::MergeSegments => {
             Some(Contract { partial: Dtype::F32, output: Dtype::F32, ..attention })
         }
+        OperationKind::Route | OperationKind::Moe => Some(Contract::bf16_default(Merge::AgRsBf16)),
         _ => None,
     };
     let conventions = Conventions {

@@ -10,6 +10,8 @@ use crate::status::Status;
 pub enum Stage {
     /// Owner, local index, lengths, slots.
     Layout,
+    /// Choice of the experts of a row.
+    Routing,
     /// Local length of a query row: which keys it may see.
     RowBound,
     /// Cast and store into the cache.
@@ -32,8 +34,9 @@ pub enum Stage {
 
 impl Stage {
     /// All stages in the order of a step.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Layout,
+        Self::Routing,
         Self::RowBound,
         Self::Write,
         Self::Query,
@@ -49,6 +52,7 @@ impl Stage {
     pub fn name(self) -> &'static str {
         match self {
             Self::Layout => "layout",
+            Self::Routing => "routing",
             Self::RowBound => "row bound",
             Self::Write => "write",
             Self::Query => "query gather",

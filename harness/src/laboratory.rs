@@ -11,8 +11,10 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::finding::{Failure, Finding, Stage};
+use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
+use crate::routing::RouteMaterial;
 use crate::sequence::{Play, SequenceMaterial};
 use crate::sharing::SharingMaterial;
 use crate::status::Status;
@@ -219,6 +221,28 @@ impl<'a> Laboratory<'a> {
         }
     }
 
+    /// Material of a router.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn routing(&self) -> &'a RouteMaterial {
+        match self.material {
+            Material::Route(material) => material,
+            _ => panic!("a property of routers on the case {}", self.case.id()),
+        }
+    }
+
+    /// Material of a layer of experts.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn layer(&self) -> &'a MoeMaterial {
+        match self.material {
+            Material::Layer(material) => material,
+            _ => panic!("a property of experts on the case {}", self.case.id()),
+        }
+    }
+
     /// Material of a sequence.
     ///
     /// # Panics
@@ -310,6 +334,14 @@ impl<'a> Laboratory<'a> {
                 run.step(&material.operation, &material.inputs.tensors)
             }
             Material::Sharing(material) => {
+                let mut run = Run::open(self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs)
+            }
+            Material::Route(material) => {
+                let mut run = Run::open(self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs)
+            }
+            Material::Layer(material) => {
                 let mut run = Run::open(self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }

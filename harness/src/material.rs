@@ -13,7 +13,9 @@ use shardcheck_references::layout::Layout;
 use crate::event::Coverage;
 use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
+use crate::layer::MoeMaterial;
 use crate::merging::MergeMaterial;
+use crate::routing::RouteMaterial;
 use crate::sequence::SequenceMaterial;
 use crate::sharing::SharingMaterial;
 
@@ -25,6 +27,10 @@ pub enum Material {
     Merge(Box<MergeMaterial>),
     /// A batch over the ranks of prefill context parallelism.
     Sharing(Box<SharingMaterial>),
+    /// Experts of given logits.
+    Route(Box<RouteMaterial>),
+    /// A layer of experts over ranks.
+    Layer(Box<MoeMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -48,8 +54,13 @@ impl Material {
             Body::Merge(merge) => MergeMaterial::new(case.family, merge, case.seed, profile)
                 .map(|material| Self::Merge(Box::new(material))),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
-            Body::Sequence(sequence) => SequenceMaterial::new(sequence, case.seed, profile)
-                .map(|material| Self::Sequence(Box::new(material))),
+            Body::Route(route) => {
+                RouteMaterial::new(route, case.seed, profile).map(Box::new).map(Self::Route)
+            }
+            Body::Moe(moe) => MoeMaterial::new(moe, case.seed, profile).map(Box::new).map(Self::Layer),
+            Body::Sequence(sequence) => {
+                SequenceMaterial::new(sequence, case.seed, profile).map(Box::new).map(Self::Sequence)
+            }
             Body::Rules(_) => Ok(Self::Rules),
         }
     }
@@ -59,7 +70,7 @@ impl Material {
         match self {
             Self::Attention(material) => material.coverage(),
             Self::Sequence(material) => material.coverage(),
-            Self::Merge(_) | Self::Sharing(_) | Self::Rules => Coverage::default(),
+            _ => Coverage::default(),
         }
     }
 }

@@ -7,8 +7,10 @@ mod general;
 mod identity;
 mod layout;
 mod merge;
+mod moe;
 mod pcp;
 mod probe;
+mod route;
 mod rules;
 mod segments;
 mod sequence;
@@ -69,6 +71,8 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         merge::PROPERTIES,
         states::PROPERTIES,
         segments::PROPERTIES,
+        route::PROPERTIES,
+        moe::PROPERTIES,
         identity::PROPERTIES,
         general::PROPERTIES,
         sequence::PROPERTIES,

@@ -2,6 +2,7 @@
 
 mod atom;
 mod expression;
+mod glob;
 mod parser;
 mod partition;
 

@@ -4,6 +4,7 @@
 //! smaller cases that no single step reaches, and the descent goes on from there. Nothing is drawn, so equal arguments
 //! give equal cases, unless the time runs out first.
 
+mod experts;
 mod known;
 mod ladder;
 mod moves;

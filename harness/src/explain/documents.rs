@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 4] = [
+const CASES: [(&str, &str); 6] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -32,6 +32,11 @@ const CASES: [(&str, &str); 4] = [
     ),
     ("a merge of given states", "merge_partials/w3.t4.h2.d16.bf16.a2a.hi_lo/some_empty/sliced/7"),
     ("a batch over the ranks of prefill context parallelism", "pcp/head_tail.p4.owned.pad3/0+11_3+5x2_7+1d"),
+    ("a router", "route/sigmoid.biased.e16.k4.g4.kept2.negative_infinity.sum_and_tiny.x2.5/t20.ties/7"),
+    (
+        "a layer of experts over ranks",
+        "moe/sigmoid.scores.e8.k2.g1.kept1.zero.sum.x1/gathered.whole.silu_gated.dp1.pcp2.tp2.replicated/n7.h24.i10.j10.random.random/7",
+    ),
 ];
 
 /// Operations and the tensors of each.
@@ -39,7 +44,9 @@ pub fn operations() -> String {
     let mut text = String::from(
         "Shapes use: n requests, T query rows with graph padding, ranks = tp, H query heads of a rank, Hall = H·tp,\n\
          Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size;\n\
-         in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding.\n",
+         in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
+         in route and moe N tokens, E experts, k of a token, h hidden width, I inner width of an expert and J of the shared one, R rows\n\
+         of the rank that has most, ranks = dp·pcp·tp of the plan.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

@@ -96,6 +96,10 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Verify => "causal attention of several new rows a request, as target verification needs it",
         Family::Draft => "bidirectional attention of a draft block that is filled in one pass",
         Family::Context => "attention of new tokens over a cached context that is gathered in chunks",
+        Family::Route => "to choose the experts of given logits and to weigh them",
+        Family::Moe => {
+            "a layer of experts: to share tokens and experts out over ranks and to bring the sums back"
+        }
         Family::Sequence => {
             "the steps of one session: prefill, decode, verify with rejections, drafts, prefix hits, freed blocks, graph buckets"
         }
@@ -134,6 +138,7 @@ fn probe_meaning(probe: Probe) -> &'static str {
 fn stage_meaning(stage: Stage) -> &'static str {
     match stage {
         Stage::Layout => "owner, local index, lengths and slots of each position are derived",
+        Stage::Routing => "experts of each row are chosen and weighed",
         Stage::RowBound => "each row gets the number of local keys that it may see",
         Stage::Write => "keys and values are cast and stored into the cache",
         Stage::Query => "queries of the group are gathered, or projected on every rank",

@@ -17,6 +17,8 @@ pub(super) const PROPERTIES: &[Property] = &[
         families: &[
             Family::Layout,
             Family::Pcp,
+            Family::Route,
+            Family::Moe,
             Family::Decode,
             Family::Verify,
             Family::Draft,

@@ -36,7 +36,7 @@ fn applies(case: &Case) -> bool {
         Body::Attention(attention) => {
             crate::run::is_small(case) && matches!(attention.probe, Probe::Gaussian | Probe::TokenCode)
         }
-        Body::Pcp(_) | Body::Sequence(_) | Body::Rules(_) => false,
+        _ => false,
     }
 }
 

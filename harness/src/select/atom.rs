@@ -3,13 +3,14 @@
 use std::fmt;
 
 use shardcheck_cases::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, PcpCase, Placement,
-    Probe, SequenceCase, StateView,
+    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, MoeCase, PcpCase,
+    Placement, Probe, SequenceCase, StateView,
 };
 use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
 
 use super::Subject;
+use super::glob::glob_matches;
 
 /// An axis whose values are the names of a closed list.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -184,7 +185,7 @@ impl Axis {
             },
             Self::Number(axis) => match axis {
                 NumberAxis::World => {
-                    "decode-context-parallel size W, the number of states of a merge, or the ranks of prefill context parallelism"
+                    "decode-context-parallel size W, the number of states of a merge, the ranks of prefill context parallelism, or all ranks of a layer of experts"
                 }
                 NumberAxis::Tp => "tensor-parallel size: ranks of the session",
                 NumberAxis::Interleave => "KV interleave size S in tokens",
@@ -303,6 +304,8 @@ impl NumberAxis {
             Body::Merge(merge) => self.of_merge(case.family, merge),
             Body::Sequence(sequence) => self.of_sequence(sequence),
             Body::Pcp(pcp) => self.of_pcp(pcp),
+            Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
+            Body::Moe(moe) => self.of_moe(moe),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -337,6 +340,15 @@ impl NumberAxis {
         }
     }
 
+    fn of_moe(self, case: &MoeCase) -> Option<usize> {
+        match self {
+            Self::World => Some(case.plan.ranks()),
+            Self::Tp => Some(case.plan.tp),
+            Self::Rows => Some(case.tokens()),
+            _ => None,
+        }
+    }
+
     fn of_sequence(self, case: &SequenceCase) -> Option<usize> {
         let configuration = &case.configuration;
         match self {
@@ -366,7 +378,7 @@ impl TruthAxis {
         let latent = match &case.body {
             Body::Attention(c) => c.latent_output,
             Body::Sequence(c) => c.latent_output,
-            Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => return None,
+            _ => return None,
         };
         session(case).map(|c| match self {
             Self::Qrep => c.query_replication,
@@ -387,7 +399,7 @@ fn model(case: &Case) -> Option<&str> {
     match &case.body {
         Body::Attention(c) => Some(&c.model),
         Body::Sequence(c) => Some(&c.model),
-        Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => None,
+        _ => None,
     }
 }
 
@@ -396,7 +408,7 @@ fn session(case: &Case) -> Option<&Configuration> {
     match &case.body {
         Body::Attention(c) => Some(&c.configuration),
         Body::Sequence(c) => Some(&c.configuration),
-        Body::Merge(_) | Body::Pcp(_) | Body::Rules(_) => None,
+        _ => None,
     }
 }
 
@@ -504,34 +516,6 @@ fn quoted(text: &str) -> String {
         return text.to_owned();
     }
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
-}
-
-/// Glob with `*` and `?`: on a mismatch the last star takes one character more, so the time is at most the product of
-/// the lengths.
-fn glob_matches(pattern: &[char], text: &[char]) -> bool {
-    let (mut p, mut t) = (0, 0);
-    let mut star: Option<(usize, usize)> = None;
-    while t < text.len() {
-        match pattern.get(p) {
-            Some('*') => {
-                star = Some((p, t));
-                p += 1;
-            }
-            Some(c) if *c == '?' || *c == text[t] => {
-                p += 1;
-                t += 1;
-            }
-            _ => match star {
-                None => return false,
-                Some((place, taken)) => {
-                    star = Some((place, taken + 1));
-                    p = place + 1;
-                    t = taken + 1;
-                }
-            },
-        }
-    }
-    pattern[p..].iter().all(|c| *c == '*')
 }
 
 /// One atom: an axis, and tests of which one must hold.

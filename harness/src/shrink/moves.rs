@@ -7,8 +7,8 @@ use shardcheck_cases::{
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
-use super::session;
 use super::size::key;
+use super::{experts, session};
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
 pub(crate) fn moves(case: &Case) -> Vec<Case> {
@@ -16,6 +16,8 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Attention(attention) => attention_moves(case, attention),
         Body::Merge(merge) => merge_moves(case, merge),
         Body::Pcp(pcp) => pcp_moves(pcp),
+        Body::Route(route) => experts::route_moves(case, route),
+        Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };

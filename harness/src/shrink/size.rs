@@ -9,7 +9,7 @@ use shardcheck_cases::{
 use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
-use super::session;
+use super::{experts, session};
 
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -49,6 +49,8 @@ impl Size {
                 block: 1,
                 dims: 0,
             },
+            Body::Route(route) => experts::route_size(route),
+            Body::Moe(moe) => experts::moe_size(moe),
             Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
         }
@@ -104,6 +106,8 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             place(&PcpDecodes::ALL, &pcp.decodes),
             pcp.requests.iter().filter(|request| !request.is_prefilling).count() as u64,
         ],
+        Body::Route(route) => experts::route_plainness(route),
+        Body::Moe(moe) => experts::moe_plainness(moe),
         Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -123,12 +127,14 @@ pub fn work(case: &Case) -> usize {
         }
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
         Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
+        Body::Route(route) => (route.tokens + 1) * route.experts,
+        Body::Moe(moe) => experts::moe_work(moe),
         Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,
     }
 }
 
-fn place<T: PartialEq>(all: &[T], value: &T) -> u64 {
+pub(super) fn place<T: PartialEq>(all: &[T], value: &T) -> u64 {
     all.iter().position(|other| other == value).unwrap_or(all.len()) as u64
 }
 

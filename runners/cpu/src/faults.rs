@@ -11,8 +11,10 @@ mod heads;
 mod kv_groups;
 mod layout;
 mod lse;
+mod moe;
 mod positions;
 mod prefill;
+mod router;
 mod rows;
 mod scales;
 mod segments;
@@ -50,6 +52,8 @@ pub enum FaultClass {
     Padding,
     /// A configuration that is taken, refused or switched off wrongly.
     ConfigGate,
+    /// Experts chosen, weighed or reached wrongly.
+    MoeRoute,
     /// Draft blocks.
     SpecDecode,
     /// Metadata of an earlier step, or of another KV group of the session.
@@ -60,7 +64,7 @@ pub enum FaultClass {
 
 impl FaultClass {
     /// All classes, in a stable order.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::LayoutIndex,
         Self::CausalBound,
         Self::LseMath,
@@ -70,6 +74,7 @@ impl FaultClass {
         Self::CollectiveOrder,
         Self::Padding,
         Self::ConfigGate,
+        Self::MoeRoute,
         Self::SpecDecode,
         Self::StaleMetadata,
         Self::Hang,
@@ -87,6 +92,7 @@ impl FaultClass {
             Self::CollectiveOrder => "collective-order",
             Self::Padding => "padding",
             Self::ConfigGate => "config-gate",
+            Self::MoeRoute => "moe-route",
             Self::SpecDecode => "spec-decode",
             Self::StaleMetadata => "stale-metadata",
             Self::Hang => "hang",
@@ -159,6 +165,8 @@ pub fn faults() -> &'static [Fault] {
             transfer::FAULTS,
             kv_groups::FAULTS,
             prefill::FAULTS,
+            router::FAULTS,
+            moe::FAULTS,
         ]
         .concat()
     });

@@ -5,6 +5,7 @@ use shardcheck_engine::{Configuration, Tensors};
 use crate::batch::BlockTable;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
+use crate::experts::MoePolicies;
 use crate::grid::{Grid, Grids, LayoutPolicies};
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
@@ -84,6 +85,8 @@ pub struct Policies {
     pub transfer: TransferPolicies,
     /// Prefill context parallelism.
     pub prefill: PrefillPolicies,
+    /// Layers of experts.
+    pub moe: MoePolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -102,6 +105,7 @@ impl Policies {
         segments: SegmentPolicies::HEALTHY,
         transfer: TransferPolicies::HEALTHY,
         prefill: PrefillPolicies::HEALTHY,
+        moe: MoePolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

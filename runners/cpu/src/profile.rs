@@ -48,6 +48,12 @@ fn operation(kind: OperationKind) -> OperationProfile {
         OperationKind::MergeSegments => {
             Some(Contract { partial: Dtype::F32, output: Dtype::F32, ..attention_contract() })
         }
+        // sums of the experts go element by element; parts travel in bf16 and are added in it
+        OperationKind::Route | OperationKind::Moe => Some(Contract {
+            u_acc: 1.0 / (1u64 << 24) as f64,
+            depth: Depth::Any,
+            ..Contract::bf16_default(Merge::AgRsBf16)
+        }),
         OperationKind::Layout
         | OperationKind::WriteKv
         | OperationKind::ReadCache

@@ -11,10 +11,12 @@ use crate::cache::RankCache;
 use crate::communicator::{Ranks, panic_text};
 use crate::context::attend_context;
 use crate::derive::derive;
+use crate::experts;
 use crate::grid::{Grid, Grids};
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
+use crate::router::route;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
@@ -148,6 +150,8 @@ impl Group {
             Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
                 share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)
             }
+            Operation::Route { router } => route(inputs, router, &policies.moe.router),
+            Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
     }

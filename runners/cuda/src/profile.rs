@@ -37,12 +37,16 @@ pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
         devices: vec![device],
         operations: OperationKind::ALL
             .into_iter()
-            .filter(|kind| !matches!(kind, OperationKind::ImportCache | OperationKind::PcpLayout))
+            .filter(|kind| !WITHOUT_KERNELS.contains(kind))
             .map(|kind| (kind, operation(kind)))
             .collect::<BTreeMap<_, _>>(),
         ..Profile::default()
     }
 }
+
+/// Operations that no kernel does.
+const WITHOUT_KERNELS: [OperationKind; 4] =
+    [OperationKind::ImportCache, OperationKind::PcpLayout, OperationKind::Route, OperationKind::Moe];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -79,6 +83,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::LoadCache
         | OperationKind::ImportCache
         | OperationKind::PcpLayout
+        | OperationKind::Route
+        | OperationKind::Moe
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -113,7 +113,11 @@ impl CudaSession {
             Operation::MergeStates => merge_states(queue, inputs),
             Operation::MergeSegments { tile_tokens } => merge_segments(queue, inputs, tile_tokens),
             Operation::PackLse => pack_lse(queue, configuration, shape, inputs),
-            Operation::ImportCache { .. } | Operation::InGroup { .. } | Operation::PcpLayout { .. } => {
+            Operation::ImportCache { .. }
+            | Operation::InGroup { .. }
+            | Operation::PcpLayout { .. }
+            | Operation::Route { .. }
+            | Operation::Moe { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -188,6 +192,7 @@ fn absent(operation: &Operation) -> Option<&'static str> {
         Operation::ImportCache { .. } => Some("no kernel takes requests over from another layout"),
         Operation::InGroup { .. } => Some("a session has one KV group"),
         Operation::PcpLayout { .. } => Some("no kernel shares a batch out over ranks of prefill"),
+        Operation::Route { .. } | Operation::Moe { .. } => Some("there are no kernels of experts"),
         _ => None,
     }
 }

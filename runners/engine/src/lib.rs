@@ -9,6 +9,7 @@ pub mod archive;
 mod configuration;
 mod effective;
 mod large;
+mod moe;
 mod operation;
 mod prefill;
 mod profile;
@@ -18,6 +19,10 @@ mod tensor;
 
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
+pub use moe::{
+    Activation, ExpertChoice, ExpertSharding, MaskedFill, MoeExchange, MoePlan, Renormalise, Router, Scoring,
+    SharedExpert,
+};
 pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, TensorSpec};
 pub use prefill::{PcpDecodes, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};

@@ -5,7 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{LseBase, PcpDecodes, PcpStrategy, Tensor, Tensors};
+use crate::moe;
+use crate::{LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -98,6 +99,22 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "is_zero")]
         padded_rows: usize,
     },
+    /// Choose the experts of given logits: `N` tokens, `E` experts, `k` of them for each token.
+    Route {
+        /// How they are chosen and weighed.
+        router: Router,
+    },
+    /// A layer of experts over all ranks of a plan.
+    ///
+    /// `N` tokens of all data-parallel groups, one group after the other, `h` hidden width, `I` inner width of an expert, `J` of the shared
+    /// one. The rows of a rank: those of its group whose place in it is its rank of prefill context parallelism modulo their number, or
+    /// all of its group where rows are redundant or sliced; `R`, as many as the fullest rank has.
+    Moe {
+        /// How experts are chosen and weighed.
+        router: Router,
+        /// How ranks share tokens and experts out.
+        plan: MoePlan,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -136,6 +153,10 @@ pub enum OperationKind {
     PackLse,
     /// [`Operation::PcpLayout`].
     PcpLayout,
+    /// [`Operation::Route`].
+    Route,
+    /// [`Operation::Moe`].
+    Moe,
 }
 
 /// Who makes a tensor.
@@ -191,6 +212,8 @@ impl Operation {
             Self::PackLse => OperationKind::PackLse,
             Self::InGroup { step, .. } => step.kind(inputs),
             Self::PcpLayout { .. } => OperationKind::PcpLayout,
+            Self::Route { .. } => OperationKind::Route,
+            Self::Moe { .. } => OperationKind::Moe,
         }
     }
 
@@ -203,7 +226,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 16] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -218,6 +241,8 @@ impl OperationKind {
         Self::MergeSegments,
         Self::PackLse,
         Self::PcpLayout,
+        Self::Route,
+        Self::Moe,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -237,6 +262,8 @@ impl OperationKind {
             Self::MergeSegments => "merge_segments",
             Self::PackLse => "pack_lse",
             Self::PcpLayout => "pcp_layout",
+            Self::Route => "route",
+            Self::Moe => "moe",
         }
     }
 
@@ -255,6 +282,8 @@ impl OperationKind {
             Self::MergeSegments => MERGE_SEGMENTS,
             Self::PackLse => PACK_LSE,
             Self::PcpLayout => PCP_LAYOUT,
+            Self::Route => moe::ROUTE,
+            Self::Moe => moe::MOE,
         }
     }
 }
@@ -275,7 +304,7 @@ impl FromStr for OperationKind {
     }
 }
 
-const fn spec(
+pub(crate) const fn spec(
     name: &'static str,
     provenance: Provenance,
     shape: &'static str,

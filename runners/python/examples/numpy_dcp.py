@@ -15,6 +15,7 @@ import numpy as np
 from numpy_context import Context
 from numpy_prefill import share_out
 from numpy_ranks import F32, Exchange, Rank, attend, join_lanes, project, rows_of, scaled, split_lanes, weigh
+from numpy_router import route
 
 import shardcheck
 from shardcheck import Configuration, Contract, Conventions, Operation, Reply, Tensor
@@ -189,6 +190,12 @@ class NumpySession(shardcheck.Session):
         given = (query_start_loc.codes, context_lens.codes, is_prefilling.codes)
         return Reply(share_out(*given, world, strategy, decodes, padded_rows), {}, [0] * world)
 
+    def route(self, logits, router, bias=None, token_ids=None, hash_table=None) -> Reply:
+        """Chooses the experts of given logits and weighs them."""
+        given = [None if tensor is None else tensor.codes for tensor in (bias, token_ids, hash_table)]
+        ids, weights = route(logits.numpy(), router, *given)
+        return Reply({"topk_ids": ids[None], "topk_weights": weights[None]}, {}, [0])
+
     def _attend(self, route, query, seq_lens, query_start_loc, block_table, w_uv) -> Reply:
         configuration, own = self.configuration, self.configuration.heads_per_rank
         exchange = Exchange(configuration.tp, configuration.dcp)
@@ -361,6 +368,7 @@ class NumpyDcp(shardcheck.Engine):
             "merge_segments": Operation(contract=replace(merge_contract, output="f32"), conventions=packs),
             "pack_lse": Operation(conventions=packs),
             "pcp_layout": Operation(),
+            "route": Operation(contract=contract),
         }
 
     def open(self, configuration: Configuration) -> NumpySession:

@@ -24,6 +24,8 @@ OPERATIONS = (
     "merge_segments",
     "pack_lse",
     "pcp_layout",
+    "route",
+    "moe",
 )
 """Every operation, which is also the name of the session's method."""
 

@@ -150,7 +150,7 @@ class Harness:
                 "operation": "attend_context",
                 "chunk_budget_tokens": more.pop("chunk_budget_tokens"),
             }
-        if kind == "pcp_layout":
+        if kind in ("pcp_layout", "route", "moe"):
             operation = {"operation": kind, **more}
             more = {}
         header = {"type": "step", "session": session, "operation": operation, "kind": kind, **more}

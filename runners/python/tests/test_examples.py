@@ -358,6 +358,29 @@ class NumpyDcp(unittest.TestCase):
             padded = {"world": 2, "strategy": "head_tail", "decodes": "owned", "padded_rows": 9}
             self.assertEqual(harness.step("pcp_layout", batch, **padded)[1]["rows"].codes.shape, (2, 9))
 
+    def test_experts_are_chosen_by_the_bias_and_weigh_without_it(self):
+        logits = np.array([[0, 0, -1, -1], [3, 2, 1, 0]], np.float32)
+        given = {"logits": Tensor("f32", logits), "bias": Tensor("f32", np.array([0, -9, 9, 0], np.float32))}
+        router = {
+            "scoring": "sigmoid",
+            "choice": "biased",
+            "top_k": 2,
+            "groups": 1,
+            "top_groups": 1,
+            "fill": "zero",
+            "renormalise": "sum",
+            "scale": 2.0,
+        }
+        scores = 1 / (1 + np.exp(-logits.astype(np.float64)))[:, [0, 2]]
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            harness.open()
+            _, seen = harness.step("route", given, router=router)
+        order = np.argsort(seen["topk_ids"].codes[0], axis=1)
+        np.testing.assert_array_equal(np.sort(seen["topk_ids"].codes[0], axis=1), [[0, 2], [0, 2]])
+        weights = np.take_along_axis(seen["topk_weights"].codes[0], order, axis=1)
+        np.testing.assert_allclose(weights, 2 * scores / scores.sum(axis=1, keepdims=True), rtol=1e-6)
+
     def test_an_lse_comes_back_from_its_lanes_bit_for_bit(self):
         bits = np.array([0, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F812345], np.uint32)
         with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
