@@ -115,7 +115,12 @@ impl RouteCase {
 pub(crate) fn check_router(router: &Router, experts: usize) -> Result<(), CaseError> {
     let fail = |reason: String| Err(CaseError::OutOfRange(reason));
     let Router { top_k, groups, top_groups, scale, .. } = *router;
-    if experts == 0 || experts > MAX_EXPERTS || groups == 0 || groups > MAX_GROUPS || experts % groups != 0 {
+    if experts == 0
+        || experts > MAX_EXPERTS
+        || groups == 0
+        || groups > MAX_GROUPS
+        || !experts.is_multiple_of(groups)
+    {
         return fail(format!(
             "{experts} experts in {groups} groups; there may be 1 to {MAX_EXPERTS} in 1 to {MAX_GROUPS} groups of equal size"
         ));

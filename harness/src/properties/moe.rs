@@ -184,14 +184,14 @@ fn counts(laboratory: &Laboratory) -> Result<Finding, Halt> {
                 Stage::Exchange,
             ));
         }
-        if let Some(wanted) = wanted_counts(material, &tokens) {
-            if let Some(expert) = (0..experts).find(|expert| of_expert(*expert) != wanted[*expert]) {
-                let (seen, wanted) = (of_expert(expert), wanted[expert]);
-                return Err(broken(
-                    format!("expert {expert} gets {seen} tokens, where {wanted} chose it"),
-                    Stage::Exchange,
-                ));
-            }
+        let wanted = wanted_counts(material, &tokens);
+        let differs = |wanted: &Vec<i64>| (0..experts).find(|expert| of_expert(*expert) != wanted[*expert]);
+        if let Some((expert, wanted)) = wanted.and_then(|wanted| Some((differs(&wanted)?, wanted))) {
+            let (seen, wanted) = (of_expert(expert), wanted[expert]);
+            return Err(broken(
+                format!("expert {expert} gets {seen} tokens, where {wanted} chose it"),
+                Stage::Exchange,
+            ));
         }
         judged += experts;
     }
@@ -308,16 +308,15 @@ fn single(laboratory: &Laboratory) -> Result<Finding, Halt> {
             Run::open(laboratory.engine, &other.configuration)?.step(&other.operation, &other.inputs)?;
         let there = by_token(other, &observed)?;
         let mut comparison = Comparison::new("out");
-        for token in 0..own.len() {
+        for (token, (here, there)) in own.iter().zip(&there).enumerate() {
             let (Some([a]), Some([b])) =
                 (material.expected()[token].as_deref(), other.expected()[token].as_deref())
             else {
                 continue;
             };
-            for dim in 0..own[token].len() {
+            for (dim, (here, there)) in here.iter().zip(there).enumerate() {
                 let room = reach(a.allowed[dim]) + reach(b.allowed[dim]);
-                let flat = token * own[token].len() + dim;
-                comparison.element(flat, own[token][dim], Allowed::near(there[token][dim], room));
+                comparison.element(token * material.case.hidden + dim, *here, Allowed::near(*there, room));
             }
         }
         let headline = format!("a token comes out otherwise than with {name}");

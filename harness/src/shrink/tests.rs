@@ -55,6 +55,16 @@ fn a_batch_of_prefill_context_parallelism_shrinks_along_its_own_axes() {
 }
 
 #[test]
+fn routers_and_layers_of_experts_shrink_along_their_own_axes() {
+    let id = "moe/softmax.biased.e16.k4.g4.kept2.negative_infinity.sum.x2.5/gathered.whole.silu_gated.dp2.pcp2.tp3.replicated/n7+9.h24.i10.j10.random.random/7";
+    let size = Size::of(&shrunk("moe-tensor-parallel-sum-missing", id, "moe.output"));
+    assert_eq!((size.tokens, size.world), (1, 2), "{size}");
+    let id = "route/sigmoid.biased.e16.k4.g4.kept2.negative_infinity.sum_and_tiny.x2.5/t20.negative/7";
+    let size = Size::of(&shrunk("router-bias-in-weights", id, "route.weights"));
+    assert!(size.tokens == 1 && size.heads <= 2, "{size}");
+}
+
+#[test]
 fn without_time_the_given_case_comes_back_and_says_so() {
     let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
     let case: Case = LARGE.parse().unwrap();

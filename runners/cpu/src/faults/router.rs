@@ -124,10 +124,10 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "router-softmax-without-maximum",
-        title: "the exponentials of a softmax are not shifted by the largest logit, and vanish or overflow",
+        title: "the exponentials of a softmax are not shifted by the largest logit, and overflow",
         class: FaultClass::MoeRoute,
         bugs: &[],
-        killed_by: &["route.weights"],
+        killed_by: &["route.choice"],
         apply: |p| {
             p.moe.router.scores = |scoring, logits| {
                 if scoring == Scoring::Sigmoid {

@@ -286,9 +286,10 @@ impl Battery<'_> {
             for (scoring, fill, renormalise) in [
                 (Scoring::Sigmoid, MaskedFill::Zero, Renormalise::Raw),
                 (Scoring::Softmax, MaskedFill::NegativeInfinity, Renormalise::Sum),
+                (Scoring::Sigmoid, MaskedFill::Zero, Renormalise::Sum),
                 (Scoring::Sigmoid, MaskedFill::NegativeInfinity, Renormalise::SumAndTiny),
             ] {
-                let groups = if choice == ExpertChoice::Hashed { 1 } else { 4 };
+                let groups: usize = if choice == ExpertChoice::Hashed { 1 } else { 4 };
                 let top_groups = groups.div_ceil(2);
                 let router =
                     Router { scoring, choice, top_k: 3, groups, top_groups, fill, renormalise, scale: 2.5 };
@@ -323,7 +324,7 @@ impl Battery<'_> {
                     shared,
                     activation: Activation::Linear,
                 };
-                let groups = if choice == ExpertChoice::Hashed { 1 } else { 4 };
+                let groups: usize = if choice == ExpertChoice::Hashed { 1 } else { 4 };
                 let router = Router {
                     scoring: Scoring::Sigmoid,
                     choice,
