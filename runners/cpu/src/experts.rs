@@ -497,7 +497,11 @@ impl<'a> Layer<'a> {
                 let mlp = &self.experts[(policies.weights_of)(parcel.expert, &own).min(count - 1)];
                 let mut value = vec![0.0; self.hidden];
                 mlp.add(&parcel.hidden, 0..mlp.inner, 1.0, &mut value);
-                answers.push(value.into_iter().map(round_bf16).collect::<Vec<f32>>());
+                // what stays on its rank is not stored
+                if ranks > 1 {
+                    value.iter_mut().for_each(|value| *value = round_bf16(*value));
+                }
+                answers.push(value);
             }
             answers
         });
