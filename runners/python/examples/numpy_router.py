@@ -19,13 +19,14 @@ def scores_of(logits: np.ndarray, scoring: str) -> np.ndarray:
 def masked(choices: np.ndarray, router: dict, biased: bool) -> np.ndarray:
     """Choices in which the experts of groups that are not kept are filled."""
     tokens, experts = choices.shape
-    groups = np.sort(choices.reshape(tokens, router["groups"], -1), axis=2)
+    size = experts // router["groups"]
+    groups = np.sort(choices.reshape(tokens, router["groups"], size), axis=2)
     of_groups = groups[:, :, -2:].sum(axis=2, dtype=F32) if biased else groups[:, :, -1]
     kept = np.argsort(-of_groups, axis=1, kind="stable")[:, : router["top_groups"]]
     keeps = np.zeros((tokens, router["groups"]), bool)
     np.put_along_axis(keeps, kept, True, axis=1)
     fill = F32(0) if router["fill"] == "zero" else F32(-np.inf)
-    return np.where(np.repeat(keeps, experts // router["groups"], axis=1), choices, fill)
+    return np.where(np.repeat(keeps, size, axis=1), choices, fill)
 
 
 def route(logits, router: dict, bias=None, token_ids=None, hash_table=None) -> tuple[np.ndarray, np.ndarray]:
