@@ -1,103 +1,62 @@
 //! The axes of attention cases: closed lists of values, what contradicts what, and the case that a choice makes.
 
-use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{CommBackend, Configuration, LaneOrder};
+use shardcheck_engine::{CommBackend, Configuration, LaneOrder, vocabulary};
 use shardcheck_formats::Dtype;
 
 use crate::{AttentionCase, Family, Model, Placement, Probe, Request, Workload, default_blocks};
 
-/// Declares a closed list with names, `ALL`, `name()`, `FromStr` and `Display`.
-macro_rules! vocabulary {
-    ($(#[$meta:meta])* $type:ident, $what:literal, { $($(#[$value_meta:meta])* $value:ident => $name:literal,)+ }) => {
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        pub enum $type {
-            $($(#[$value_meta])* #[serde(rename = $name)] $value,)+
-        }
-
-        impl $type {
-            /// All values, in a stable order.
-            pub const ALL: &'static [Self] = &[$(Self::$value,)+];
-
-            /// Name as it stands in suite files.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$value => $name,)+
-                }
-            }
-        }
-
-        impl fmt::Display for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(self.name())
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = String;
-
-            fn from_str(text: &str) -> Result<Self, String> {
-                Self::ALL.iter().copied().find(|value| value.name() == text).ok_or_else(|| {
-                    let names: Vec<_> = Self::ALL.iter().map(|value| value.name()).collect();
-                    format!("unknown {} {text:?}; known are {}", $what, names.join(", "))
-                })
-            }
-        }
-    };
+vocabulary! {
+    /// Interleave size S.
+    Interleave ("interleave") {
+        /// S = 1: tokens go round the ranks one by one.
+        One = "1",
+        /// S = 2.
+        Two = "2",
+        /// S = 4.
+        Four = "4",
+        /// S = 16.
+        Sixteen = "16",
+        /// S = B: whole blocks go round the ranks.
+        Block = "block",
+    }
 }
 
-vocabulary!(
-    /// Interleave size S.
-    Interleave, "interleave", {
-        /// S = 1: tokens go round the ranks one by one.
-        One => "1",
-        /// S = 2.
-        Two => "2",
-        /// S = 4.
-        Four => "4",
-        /// S = 16.
-        Sixteen => "16",
-        /// S = B: whole blocks go round the ranks.
-        Block => "block",
-    }
-);
-
-vocabulary!(
+vocabulary! {
     /// Context length of the first request, at the edges of the layout.
-    Length, "length", {
+    Length ("length") {
         /// No context.
-        Zero => "0",
+        Zero = "0",
         /// One token.
-        One => "1",
+        One = "1",
         /// W − 1: with S = 1 the last rank is empty.
-        BelowWorld => "w-1",
+        BelowWorld = "w-1",
         /// W.
-        World => "w",
+        World = "w",
         /// W + 1.
-        AboveWorld => "w+1",
+        AboveWorld = "w+1",
         /// S·W − 1.
-        BelowRun => "s*w-1",
+        BelowRun = "s*w-1",
         /// S·W.
-        Run => "s*w",
+        Run = "s*w",
         /// S·W + 1.
-        AboveRun => "s*w+1",
+        AboveRun = "s*w+1",
         /// B·W − 1: one short of a virtual block.
-        BelowBlock => "b*w-1",
+        BelowBlock = "b*w-1",
         /// B·W.
-        Block => "b*w",
+        Block = "b*w",
         /// B·W + 1.
-        AboveBlock => "b*w+1",
+        AboveBlock = "b*w+1",
         /// 2·B·W.
-        TwoBlocks => "2*b*w",
+        TwoBlocks = "2*b*w",
         /// 97, which no size divides.
-        Prime => "97",
+        Prime = "97",
         /// 509, likewise.
-        LongPrime => "509",
+        LongPrime = "509",
     }
-);
+}
 
 impl Length {
     /// Tokens of the context.
@@ -122,31 +81,31 @@ impl Length {
     }
 }
 
-vocabulary!(
+vocabulary! {
     /// Requests of a batch, around the one whose context length is an axis of its own.
-    Batch, "batch shape", {
+    Batch ("batch shape") {
         /// That request alone.
-        Single => "single",
+        Single = "single",
         /// Ragged lengths and rows, a request of length zero in the middle.
-        Ragged => "ragged",
+        Ragged = "ragged",
         /// Seven more requests of a few tokens.
-        ManyShort => "many-short",
+        ManyShort = "many-short",
         /// A request of one token in front, and one that is longer behind.
-        LongShort => "long-short",
+        LongShort = "long-short",
     }
-);
+}
 
-vocabulary!(
+vocabulary! {
     /// Collectives of the merge, with the lane order where it matters.
-    Exchange, "exchange", {
+    Exchange ("exchange") {
         /// All-gather of the LSE, reduce-scatter of the output.
-        AgRs => "ag_rs",
+        AgRs = "ag_rs",
         /// All-to-all, high half first.
-        A2aHiLo => "a2a.hi_lo",
+        A2aHiLo = "a2a.hi_lo",
         /// All-to-all, low half first.
-        A2aLoHi => "a2a.lo_hi",
+        A2aLoHi = "a2a.lo_hi",
     }
-);
+}
 
 impl Exchange {
     /// The two settings of a configuration.
@@ -159,31 +118,31 @@ impl Exchange {
     }
 }
 
-vocabulary!(
+vocabulary! {
     /// Where the up-projection stands.
-    Projection, "projection", {
+    Projection ("projection") {
         /// There is none: the output has the width of a value (GQA, and MLA with latent output).
-        None => "none",
+        None = "none",
         /// After the merge.
-        After => "after",
+        After = "after",
         /// Before it.
-        Before => "before",
+        Before = "before",
     }
-);
+}
 
-vocabulary!(
+vocabulary! {
     /// Workspace of a context gather.
-    Budget, "chunk budget", {
+    Budget ("chunk budget") {
         /// One token: as many chunks as there can be.
-        Least => "1",
+        Least = "1",
         /// One virtual block for each request.
-        Block => "block",
+        Block = "block",
         /// Two virtual blocks for each request and a token, which no block fills.
-        TwoBlocks => "2*block+1",
+        TwoBlocks = "2*block+1",
         /// More than there is: one chunk.
-        All => "all",
+        All = "all",
     }
-);
+}
 
 impl Budget {
     /// Tokens over all ranks and requests.

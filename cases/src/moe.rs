@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     Activation, Configuration, ExpertSharding, MoeExchange, MoePlan, Operation, Router, SharedExpert, Tensor,
-    Tensors,
+    Tensors, vocabulary,
 };
 use shardcheck_formats::{Counter, Dtype};
 
@@ -21,29 +21,15 @@ const MAX_WEIGHTS: usize = 1 << 26;
 /// Most tokens whose number fits into bf16 however many ranks add parts of it.
 const MAX_TAGS: usize = 64;
 
-/// What the weights of experts are.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum ExpertWeights {
-    /// Independent values.
-    Random,
-    /// Every expert gives back what it gets.
-    Identity,
-    /// An expert writes the number of the token into the column that is its own: the output says who computed what.
-    Tagged,
-}
-
-impl ExpertWeights {
-    /// All of them, in a stable order.
-    pub const ALL: [Self; 3] = [Self::Random, Self::Identity, Self::Tagged];
-
-    /// Name as it stands in case ids.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::Identity => "identity",
-            Self::Tagged => "tagged",
-        }
+vocabulary! {
+    /// What the weights of experts are.
+    ExpertWeights ("weights") {
+        /// Independent values.
+        Random = "random",
+        /// Every expert gives back what it gets.
+        Identity = "identity",
+        /// An expert writes the number of the token into the column that is its own: the output says who computed what.
+        Tagged = "tagged",
     }
 }
 

@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     Configuration, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring, Tensor, Tensors,
+    vocabulary,
 };
 use shardcheck_formats::{Counter, Dtype};
 
@@ -21,39 +22,21 @@ const HIGH: f32 = 100.0;
 /// Logit of any other: its score is 0.
 const LOW: f32 = -160.0;
 
-/// How logits and bias are drawn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum LogitPattern {
-    /// Independent, of deviation 1.5; bias around 0.1.
-    Random,
-    /// Whole numbers, and a bias of quarters: many choices are equal.
-    Ties,
-    /// A bias that makes every choice negative, so that a group filled with zeros wins.
-    Negative,
-    /// Around −60: the sum of the weights is as small as 1e-20.
-    Cold,
-    /// Far from zero on both sides: scores are equal because they are 0 or 1.
-    Saturated,
-    /// The score of k experts is 1 or 1/k, and of all others 0: weights are exact.
-    OneHot,
-}
-
-impl LogitPattern {
-    /// All patterns, in a stable order.
-    pub const ALL: [Self; 6] =
-        [Self::Random, Self::Ties, Self::Negative, Self::Cold, Self::Saturated, Self::OneHot];
-
-    /// Name as it stands in case ids.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Random => "random",
-            Self::Ties => "ties",
-            Self::Negative => "negative",
-            Self::Cold => "cold",
-            Self::Saturated => "saturated",
-            Self::OneHot => "one_hot",
-        }
+vocabulary! {
+    /// How logits and bias are drawn.
+    LogitPattern ("pattern of logits") {
+        /// Independent, of deviation 1.5; bias around 0.1.
+        Random = "random",
+        /// Whole numbers, and a bias of quarters: many choices are equal.
+        Ties = "ties",
+        /// A bias that makes every choice negative, so that a group filled with zeros wins.
+        Negative = "negative",
+        /// Around −60: the sum of the weights is as small as 1e-20.
+        Cold = "cold",
+        /// Far from zero on both sides: scores are equal because they are 0 or 1.
+        Saturated = "saturated",
+        /// The score of k experts is 1 or 1/k, and of all others 0: weights are exact.
+        OneHot = "one_hot",
     }
 }
 

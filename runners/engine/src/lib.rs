@@ -16,6 +16,7 @@ mod profile;
 mod session;
 mod settings;
 mod tensor;
+mod vocabulary;
 
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;

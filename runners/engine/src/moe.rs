@@ -1,53 +1,10 @@
 //! Mixtures of experts: how a router chooses, and how ranks share tokens and experts out: the published variants.
 
-use std::fmt;
-use std::str::FromStr;
-
 use serde::{Deserialize, Serialize};
 
-use crate::TensorSpec;
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-
-/// A closed list of names: `name`, `ALL`, `Display` and `FromStr` from one table.
-macro_rules! vocabulary {
-    ($(#[$doc:meta])* $type:ident ($what:literal) { $($(#[$variant_doc:meta])* $variant:ident = $name:literal,)+ }) => {
-        $(#[$doc])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-        #[serde(rename_all = "snake_case")]
-        pub enum $type {
-            $($(#[$variant_doc])* $variant,)+
-        }
-
-        impl $type {
-            /// All of them, in a stable order.
-            pub const ALL: [Self; [$($name),+].len()] = [$(Self::$variant),+];
-
-            /// Name as it stands in case ids and on the wire.
-            pub fn name(self) -> &'static str {
-                match self {
-                    $(Self::$variant => $name,)+
-                }
-            }
-        }
-
-        impl fmt::Display for $type {
-            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(self.name())
-            }
-        }
-
-        impl FromStr for $type {
-            type Err = String;
-
-            fn from_str(text: &str) -> Result<Self, String> {
-                Self::ALL.into_iter().find(|known| known.name() == text).ok_or_else(|| {
-                    format!("unknown {} {text:?}; known are {}", $what, Self::ALL.map(Self::name).join(", "))
-                })
-            }
-        }
-    };
-}
+use crate::{TensorSpec, vocabulary};
 
 vocabulary! {
     /// What a router makes of its logits, in 32 bits.
