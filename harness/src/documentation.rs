@@ -238,6 +238,12 @@ fn fault_table() -> String {
     table
 }
 
+/// What something waits for, and why, in a table cell.
+fn missing(later: Option<crate::bugs::Later>, why: Option<&str>) -> String {
+    let why = why.unwrap_or_default();
+    later.map_or(why.to_owned(), |later| format!("{}: {why}", later.name()))
+}
+
 fn bug_table() -> String {
     let mut table = String::from(
         "| bug | class | what was wrong | faults that model it | seen by | what is missing |\n|---|---|---|---|---|---|\n",
@@ -245,10 +251,7 @@ fn bug_table() -> String {
     for bug in crate::bugs::bugs() {
         let faults: Vec<_> = bug.faults().iter().map(|fault| format!("`{}`", fault.name)).collect();
         let properties: Vec<_> = bug.properties().iter().map(|id| format!("`{id}`")).collect();
-        let missing = match (bug.later, &bug.note) {
-            (Some(later), Some(note)) => format!("{}: {note}", later.name()),
-            (_, note) => note.clone().unwrap_or_default(),
-        };
+        let missing = missing(bug.later, bug.note.as_deref());
         table += &format!(
             "| {} | {} | {} | {} | {} | {} |\n",
             bug.refs.join(", "),
@@ -294,10 +297,7 @@ fn coverage_table() -> String {
     let row = |statement: &Statement| {
         let properties = statement.properties.iter().map(|id| format!("`{id}`"));
         let checked: Vec<_> = properties.chain(statement.elsewhere.clone()).collect();
-        let missing = match (statement.waits_for, &statement.why) {
-            (Some(later), Some(why)) => format!("{}: {why}", later.name()),
-            (_, why) => why.clone().unwrap_or_default(),
-        };
+        let missing = missing(statement.waits_for, statement.why.as_deref());
         let (section, says) = (cell(&statement.section), cell(&statement.says));
         format!("| {section} | {says} | {} | {} |\n", checked.join(", "), cell(&missing))
     };

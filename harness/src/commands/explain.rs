@@ -39,9 +39,7 @@ fn text(what: &str) -> Result<String, CommandError> {
         return what.parse().map(|case| of_case(&case)).map_err(CommandError::usage);
     }
     Explainer::new()
-        .with("family", Family::ALL.map(Family::name), |name| {
-            Family::ALL.into_iter().find(|family| family.name() == name).map(of_family)
-        })
+        .with("family", Family::ALL.map(Family::name), |name| name.parse().ok().map(of_family))
         .with("property", properties::all().map(|p| p.id), |id| properties::find(id).map(of_property))
         .with("fault", faults().iter().map(|f| f.name), |name| fault(name).map(of_fault))
         .explain(what)
@@ -69,7 +67,7 @@ fn of_family(family: Family) -> String {
         .filter(|property| property.families.contains(&family))
         .map(|property| format!("  {:<28} {}\n", property.id, property.statement))
         .collect();
-    let operation = family.operation().map_or("none of its own".to_owned(), |kind| format!("{kind}"));
+    let operation = family.operation().map_or("none of its own".to_owned(), |kind| kind.to_string());
     format!(
         "{}\n\noperation:  {operation}\ntry it:     shardcheck run -E 'family({family})'\nproperties:\n{}",
         family_meaning(family),

@@ -171,7 +171,7 @@ fn is_largest(ranges: &[Range], set: &[usize]) -> bool {
 
 /// Where the choice of each expert lies.
 fn choices(rule: &Rule, scores: &Scores, bias: &[f32]) -> Vec<Range> {
-    let rounded = if scores.absolute == 0.0 { 0.0 } else { U32 };
+    let rounded = rounding(scores);
     (0..scores.value.len())
         .map(|expert| {
             let bias = if rule.choice == Choice::Biased { f64::from(bias[expert]) } else { 0.0 };

@@ -39,6 +39,11 @@ impl Place {
     pub fn rank(self, plan: &MoePlan) -> usize {
         (self.dp * plan.pcp + self.pcp) * plan.tp + self.tp
     }
+
+    /// Ranks of its tensor-parallel group, itself among them.
+    fn tensor_parallel_ranks(self, plan: &MoePlan) -> Vec<usize> {
+        (0..plan.tp).map(|tp| Self { tp, ..self }.rank(plan)).collect()
+    }
 }
 
 /// What a layer of experts decides.
@@ -333,8 +338,7 @@ impl<'a> Layer<'a> {
             sum.iter_mut().for_each(|value| *value = round_bf16(*value));
         }
         if plan.tp > 1 && policies.sums_tp {
-            let members: Vec<usize> = (0..plan.tp).map(|tp| Place { tp, ..place }.rank(plan)).collect();
-            sum = self.sum(link, "sum_tp", sum, &members)?;
+            sum = self.sum(link, "sum_tp", sum, &place.tensor_parallel_ranks(plan))?;
         }
         if plan.exchange != MoeExchange::Local && (policies.gathers)(plan) {
             let all = (0..plan.dp * plan.pcp).map(|index| index * plan.tp + place.tp).collect();
@@ -452,10 +456,9 @@ impl<'a> Layer<'a> {
             }
             sum.iter_mut().for_each(|value| *value = round_bf16(*value));
         }
-        let members: Vec<usize> = (0..plan.tp).map(|tp| Place { tp, ..place }.rank(plan)).collect();
         let received = link.exchange("gather_slices", (out, routed))?;
         let (mut out, mut routed) = (Vec::new(), Vec::new());
-        for member in members {
+        for member in place.tensor_parallel_ranks(plan) {
             out.extend(&received[member].0);
             routed.extend(received[member].1.iter().cloned());
         }

@@ -6,6 +6,7 @@ use std::io::{BufReader, BufWriter, Write};
 use std::os::unix::net::UnixStream;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::PathBuf;
+use std::thread;
 
 use serde::Serialize;
 use shardcheck_engine::{Answer, EffectivePath, Engine, EngineError, Operation, Session, Tensors};
@@ -168,12 +169,12 @@ impl<'a> Desk<'a> {
         if let Some(strike) = &mut strike {
             strike.on_reply(&mut reply);
         }
-        let said = Said::Reply(Box::new(reply.clone()));
-        self.send(&said, &parcel)?;
-        let Some(strike) = strike else { return Ok(()) };
-        self.flush()?;
-        if strike.after_reply(&mut reply) {
-            self.send(&Said::Reply(Box::new(reply)), &parcel)?;
+        let another = strike.and_then(|strike| strike.another(&reply));
+        self.send(&Said::Reply(Box::new(reply)), &parcel)?;
+        if let Some((after, another)) = another {
+            self.flush()?;
+            thread::sleep(after);
+            self.send(&Said::Reply(Box::new(another)), &parcel)?;
         }
         Ok(())
     }

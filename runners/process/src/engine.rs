@@ -434,11 +434,10 @@ fn sort(kind: OperationKind, mut tensors: Tensors, inputs: &mut Tensors) -> Resu
     for name in names {
         // moved, not copied: a cache that is read back may be a gigabyte
         let Some(tensor) = tensors.remove(&name) else { continue };
-        match name.strip_prefix(CHANGED_INPUT) {
-            Some(input) if inputs.find(input).is_some_and(|sent| alike(sent, &tensor)) => {
-                inputs.insert(input, tensor);
-            }
-            Some(input) if inputs.find(input).is_some() => {
+        let changed = name.strip_prefix(CHANGED_INPUT);
+        match changed.and_then(|input| Some((input, inputs.find(input)?))) {
+            Some((input, sent)) if alike(sent, &tensor) => inputs.insert(input, tensor),
+            Some(_) => {
                 let text = format!(
                     "the reply has {name:?} as {} {:?}, which is not what was sent",
                     tensor.dtype(),
@@ -446,8 +445,8 @@ fn sort(kind: OperationKind, mut tensors: Tensors, inputs: &mut Tensors) -> Resu
                 );
                 return Err(EngineError::Crash { text });
             }
-            None if known(&name) => outputs.insert(&name, tensor),
-            _ => {
+            None if changed.is_none() && known(&name) => outputs.insert(&name, tensor),
+            None => {
                 let text = format!("the reply has a tensor {name:?} that {kind} does not have");
                 return Err(EngineError::Crash { text });
             }

@@ -244,17 +244,15 @@ impl Strike {
         }
     }
 
-    /// What is said after the reply of number `id`.
-    pub(crate) fn after_reply(&self, reply: &mut Reply) -> bool {
+    /// What is said after a reply, and how long after it.
+    pub(crate) fn another(&self, reply: &Reply) -> Option<(Duration, Reply)> {
         match self.kind {
-            Misbehaviour::RepliesTwice => true,
+            Misbehaviour::RepliesTwice => Some((Duration::ZERO, reply.clone())),
+            // the harness has read the answer and looked for more by then
             Misbehaviour::RepliesEarly => {
-                // the harness has read the answer and looked for more by then
-                thread::sleep(Duration::from_millis(100));
-                reply.id += 1;
-                true
+                Some((Duration::from_millis(100), Reply { id: reply.id + 1, ..reply.clone() }))
             }
-            _ => false,
+            _ => None,
         }
     }
 
