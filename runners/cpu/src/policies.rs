@@ -42,8 +42,8 @@ pub struct SessionPolicies {
     pub group_table: fn(TableUse, usize, BlockTable, &BlockTable) -> BlockTable,
     /// Whether a token may be written into a slot: `(memory, slot, whose token it is)`.
     pub overwrites: fn(&mut Memory, usize, Origin) -> bool,
-    /// What a step does to its inputs.
-    pub touch: fn(&mut Tensors),
+    /// What a step does to its inputs: `(steps of attention before it in the session, inputs)`.
+    pub touch: fn(usize, &mut Tensors),
     /// Rows of the output that are written: `(rows, rows that are not padding)`.
     pub written_rows: fn(usize, usize) -> usize,
 }
@@ -58,7 +58,7 @@ impl SessionPolicies {
         group_grids: |_, own, _| own,
         group_table: |_, _, own, _| own,
         overwrites: |_, _, _| true,
-        touch: |_| {},
+        touch: |_, _| {},
         written_rows: |rows, _| rows,
     };
 }
