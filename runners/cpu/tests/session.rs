@@ -76,6 +76,26 @@ fn a_cache_that_was_read_can_be_loaded_into_another_session() {
     assert_eq!(reply.outputs, scene.run().outputs);
 }
 
+#[test]
+fn steps_without_an_exchange_say_that_no_rank_entered_one() {
+    let scene = Scene::small(3);
+    let mut session = scene.open(&engine());
+    let mut caches = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap().outputs;
+    for (operation, inputs) in [
+        (Operation::Layout, &mut scene.metadata()),
+        (Operation::WriteKv, &mut scene.write_inputs()),
+        (Operation::ReadCache, &mut Tensors::new()),
+        (Operation::LoadCache, &mut caches),
+    ] {
+        let reply = step(session.as_mut(), &operation, inputs).unwrap();
+        assert_eq!(reply.collectives, [0, 0, 0], "{operation:?}");
+    }
+    let attended =
+        step(session.as_mut(), &Operation::Attend { mask: Mask::Causal }, &mut scene.attend_inputs())
+            .unwrap();
+    assert!(attended.collectives.iter().all(|count| *count > 0 && *count == attended.collectives[0]));
+}
+
 /// The scene's cache in another layout, as inputs of an import into the scene's own.
 fn of_another_layout(scene: &Scene, source: CacheLayout) -> Tensors {
     let there = scene.clone().with(|s| {
