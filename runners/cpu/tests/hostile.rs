@@ -77,6 +77,19 @@ fn an_engine_that_claims_query_replication_still_gathers() {
 }
 
 #[test]
+fn a_world_of_one_has_no_queries_to_replicate_and_none_are_claimed() {
+    let scene = Scene::small(1).with(|s| s.configuration.query_replication = true);
+    let effective = |engine: &dyn Engine| {
+        let Answer::Done(mut session) = engine.open(&scene.configuration).unwrap() else {
+            panic!("it opens")
+        };
+        step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+        step(session.as_mut(), &ATTEND, &mut scene.attend_inputs()).unwrap().effective
+    };
+    assert_eq!(effective(hostile(Hostility::ClaimsReplication).as_ref()), effective(&engine()));
+}
+
+#[test]
 fn a_panicking_engine_panics_out_of_its_step_and_not_before() {
     let mut session = written(Hostility::Panics);
     let caught =
