@@ -70,6 +70,9 @@ pub struct Diagnosis {
     pub ruled_out: usize,
     /// Faults that the time did not suffice for.
     pub untried: usize,
+    /// Cases in which the engine ended (a crash, a lost device) instead of answering.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub ended: usize,
     /// A case that would tell the first candidates apart, by id.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tell_apart: Option<String>,
@@ -115,9 +118,14 @@ pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
         fitting,
         ruled_out: faults().len() - fitting - untried,
         untried,
+        ended: telling.iter().filter(|evidence| evidence.ended()).count(),
         tell_apart,
         elapsed_s: started.elapsed().as_secs_f64(),
     })
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 /// The known faults, those that the failed properties point at first, since the time may not suffice for all: the more of what
@@ -281,6 +289,13 @@ impl Diagnosis {
                     candidate.same_effect.join(", ")
                 ));
             }
+        }
+        if self.candidates.is_empty() && self.ended > 0 && self.ended == cases {
+            let which =
+                if cases == 1 { "the failed case".to_owned() } else { format!("all {cases} failed cases") };
+            return vec![format!(
+                "none: the engine ended in {which}, and no known fault ends in the same words; what it would have answered is not known"
+            )];
         }
         if self.candidates.is_empty() && self.untried == 0 {
             lines.push("no known fault fits: none of them gives the wrong answers that were seen".to_owned());

@@ -1,8 +1,12 @@
 //! The bench on which one case is judged: the case, its material, an engine, and what the engine was seen to do.
 //!
-//! Properties share observations: a case whose ten properties look at one decode step runs that step once.
+//! Properties share observations: a case whose ten properties look at one decode step runs that step once. Whatever step any of them
+//! asks for, what it changes in its inputs is noted.
+
+mod watched;
 
 use std::cell::{OnceCell, RefCell};
+use std::rc::Rc;
 
 use shardcheck_cases::{Body, Case};
 use shardcheck_engine::{
@@ -18,6 +22,8 @@ use crate::routing::RouteMaterial;
 use crate::sequence::{Play, SequenceMaterial};
 use crate::sharing::SharingMaterial;
 use crate::status::Status;
+
+pub use watched::{Change, Watched};
 
 /// Why a check ends before it has compared anything.
 #[derive(Debug, Clone)]
@@ -106,10 +112,12 @@ impl Observed {
     }
 }
 
-/// A session that counts what its steps changed.
+/// A session that notes what its steps changed.
 pub struct Run {
     session: Box<dyn Session>,
     profile: Profile,
+    steps: usize,
+    changes: Rc<RefCell<Vec<Change>>>,
 }
 
 impl Run {
@@ -117,12 +125,18 @@ impl Run {
     ///
     /// # Errors
     /// [`Halt`] when the engine refuses or fails.
-    pub fn open(engine: &dyn Engine, configuration: &Configuration) -> Result<Self, Halt> {
+    pub fn open(watched: &Watched<'_>, configuration: &Configuration) -> Result<Self, Halt> {
+        let engine = watched.engine;
         if configuration.second_group.is_some() && !engine.profile().second_group {
             return Err(Halt::Unsupported("the engine does not declare a second KV group".to_owned()));
         }
         match engine.open(configuration)? {
-            Answer::Done(session) => Ok(Self { session, profile: engine.profile().clone() }),
+            Answer::Done(session) => Ok(Self {
+                session,
+                profile: engine.profile().clone(),
+                steps: 0,
+                changes: Rc::clone(&watched.changes),
+            }),
             Answer::Unsupported(why) => Err(Halt::Unsupported(why)),
         }
     }
@@ -133,14 +147,27 @@ impl Run {
     /// [`Halt`] when the engine does not do it or fails.
     pub fn step(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Observed, Halt> {
         let mut given = inputs.clone();
+        self.steps += 1;
         match self.session.step(operation, &mut given)? {
             Answer::Unsupported(why) => Err(Halt::Unsupported(why)),
             Answer::Done(reply) => {
-                let changed_inputs = inputs
+                let changed_inputs: Vec<String> = inputs
                     .iter()
                     .filter(|(name, tensor)| given.find(name) != Some(tensor))
                     .map(|(name, _)| name.to_owned())
                     .collect();
+                if !changed_inputs.is_empty() {
+                    let group = match operation {
+                        Operation::InGroup { group, .. } => *group,
+                        _ => 0,
+                    };
+                    self.changes.borrow_mut().push(Change {
+                        step: self.steps,
+                        operation: operation.kind(inputs),
+                        group,
+                        tensors: changed_inputs.clone(),
+                    });
+                }
                 let declared = self.profile.operation(operation.kind(inputs));
                 let absent = declared.map(|operation| operation.absent.clone()).unwrap_or_default();
                 Ok(Observed { reply, changed_inputs, absent })
@@ -154,7 +181,7 @@ pub struct Laboratory<'a> {
     /// The case.
     pub case: &'a Case,
     /// The engine under test.
-    pub engine: &'a dyn Engine,
+    pub engine: Watched<'a>,
     /// Inputs and oracle, shared by all engines that this case is tried on.
     pub material: &'a Material,
     base: OnceCell<Result<Observed, Halt>>,
@@ -179,7 +206,7 @@ impl<'a> Laboratory<'a> {
     pub fn new(case: &'a Case, engine: &'a dyn Engine, material: &'a Material) -> Self {
         Self {
             case,
-            engine,
+            engine: Watched::new(engine),
             material,
             base: OnceCell::new(),
             written: OnceCell::new(),
@@ -259,7 +286,7 @@ impl<'a> Laboratory<'a> {
     /// # Errors
     /// [`Halt`] when no session can be opened.
     pub fn played(&self) -> Result<&Play, Halt> {
-        self.played.get_or_init(|| Play::of(self.engine, self.sequence())).as_ref().map_err(Clone::clone)
+        self.played.get_or_init(|| Play::of(&self.engine, self.sequence())).as_ref().map_err(Clone::clone)
     }
 
     /// The one step that the case is about, performed once: layout, attend, attend-context, or merge.
@@ -277,7 +304,7 @@ impl<'a> Laboratory<'a> {
     pub fn written(&self) -> Result<&Written, Halt> {
         let perform = || {
             let material = self.attention();
-            let mut run = Run::open(self.engine, material.configuration())?;
+            let mut run = Run::open(&self.engine, material.configuration())?;
             if let Some(stale) = material.stale_inputs() {
                 run.step(&Operation::WriteKv, &stale)?;
             }
@@ -306,7 +333,7 @@ impl<'a> Laboratory<'a> {
         let text = |halt: Halt| format!("{halt:?}");
         match (self.material, &self.case.body) {
             (Material::Rules, Body::Rules(rules)) => {
-                vec![Err(format!("{:?}", self.engine.validate(rules.rules, &rules.settings)))]
+                vec![Err(format!("{:?}", self.engine.engine.validate(rules.rules, &rules.settings)))]
             }
             (Material::Attention(_), _) => {
                 let changed = self.observed().map(|observed| observed.changed_inputs.join(" "));
@@ -325,24 +352,24 @@ impl<'a> Laboratory<'a> {
     fn perform(&self) -> Result<Observed, Halt> {
         match self.material {
             Material::Attention(material) => {
-                let (observed, run) = attend(self.engine, material)?;
+                let (observed, run) = attend(&self.engine, material)?;
                 *self.session.borrow_mut() = Some(run);
                 Ok(observed)
             }
             Material::Merge(material) => {
-                let mut run = Run::open(self.engine, &material.configuration)?;
+                let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
             }
             Material::Sharing(material) => {
-                let mut run = Run::open(self.engine, &material.configuration)?;
+                let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
             Material::Route(material) => {
-                let mut run = Run::open(self.engine, &material.configuration)?;
+                let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
             Material::Layer(material) => {
-                let mut run = Run::open(self.engine, &material.configuration)?;
+                let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
@@ -355,7 +382,7 @@ impl<'a> Laboratory<'a> {
 ///
 /// # Errors
 /// [`Halt`] when the engine does not do it or fails.
-pub fn attend(engine: &dyn Engine, material: &AttentionMaterial) -> Result<(Observed, Run), Halt> {
+pub fn attend(engine: &Watched<'_>, material: &AttentionMaterial) -> Result<(Observed, Run), Halt> {
     let mut run = Run::open(engine, material.configuration())?;
     if material.operation() != Operation::Layout {
         if let Some(stale) = material.stale_inputs() {

@@ -1,11 +1,11 @@
 //! The exact probes on a case's own configuration and lengths: inputs made for them, and what the engine gives.
 
 use shardcheck_cases::{Inputs, cache_code, cache_value};
-use shardcheck_engine::{Attention, Conventions, Engine, Operation, OperationKind, Tensor, Tensors};
+use shardcheck_engine::{Attention, Conventions, Operation, OperationKind, Tensor, Tensors};
 use shardcheck_formats::{Contract, Dtype, round_bf16};
 use shardcheck_references::probe::{Code, Decoder, Rounding, Seen, Sight, Space, Token};
 
-use crate::laboratory::{Halt, Laboratory, Observed, Run};
+use crate::laboratory::{Halt, Laboratory, Observed, Run, Watched};
 use crate::material::AttentionMaterial;
 
 /// Most elements of caches whose free slots are filled with signs of their own.
@@ -42,7 +42,7 @@ pub struct Bench<'a> {
     pub width: usize,
     /// What each row has to see; `None` for padding.
     pub sights: Vec<Option<Sight>>,
-    engine: &'a dyn Engine,
+    engine: &'a Watched<'a>,
     rows: Vec<Sight>,
     written: Vec<usize>,
 }
@@ -118,7 +118,7 @@ impl<'a> Bench<'a> {
             width,
             rows: sights.iter().copied().flatten().collect(),
             sights,
-            engine: laboratory.engine,
+            engine: &laboratory.engine,
             written,
         };
         bench.unit = bench.held(1.0);
@@ -162,7 +162,7 @@ impl<'a> Bench<'a> {
     }
 
     fn written_by(&self) -> &Conventions {
-        let profile = self.engine.profile();
+        let profile = self.engine.engine.profile();
         let write = profile.operation(OperationKind::WriteKv).map(|operation| &operation.conventions);
         write.unwrap_or(&self.material.conventions)
     }

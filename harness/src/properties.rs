@@ -5,6 +5,7 @@ mod context;
 mod equal;
 mod general;
 mod identity;
+mod inputs;
 mod layout;
 mod merge;
 mod moe;
@@ -24,6 +25,8 @@ use shardcheck_cases::{Case, Family};
 
 use crate::finding::Finding;
 use crate::laboratory::{Halt, Laboratory};
+
+pub(crate) use inputs::UNCHANGED;
 
 /// A property.
 #[derive(Debug)]
@@ -77,6 +80,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         general::PROPERTIES,
         sequence::PROPERTIES,
         equal::PROPERTIES,
+        inputs::PROPERTIES,
         rules::PROPERTIES,
     ]
     .into_iter()

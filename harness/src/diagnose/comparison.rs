@@ -51,7 +51,9 @@ pub(crate) fn compare(
         (Answered::Unsupported(_), _) => return Vec::new(),
         (Answered::Done(seen), Answered::Done(reply)) => (seen, reply),
         (seen, other) => {
-            let (equal, within) = (same_words(seen, other), same_kind(seen, other));
+            let equal = same_words(seen, other);
+            // an end says nothing but its words: that another mistake ends an engine at the same question explains nothing
+            let within = equal || same_kind(seen, other) && !is_end(seen);
             let distance = match (equal, within) {
                 (true, _) => 0.0,
                 (false, true) => 1.0,
@@ -103,6 +105,11 @@ pub(crate) fn same_kind<T, U>(seen: &Answered<T>, other: &Answered<U>) -> bool {
     )
 }
 
+/// Whether the engine ended instead of answering.
+pub(crate) fn is_end<T>(answer: &Answered<T>) -> bool {
+    matches!(answer, Answered::Crash(_) | Answered::DeviceLost(_))
+}
+
 /// Whether two refusals say the same, as far as what is waited in goes.
 fn same_words<T, U>(seen: &Answered<T>, other: &Answered<U>) -> bool {
     match (seen, other) {
@@ -110,7 +117,13 @@ fn same_words<T, U>(seen: &Answered<T>, other: &Answered<U>) -> bool {
             // the collective; which ranks are late depends on the moment
             a.split(" (").next() == b.split(" (").next()
         }
-        (Answered::Crash(a), Answered::Crash(b)) => a == b,
+        (Answered::Crash(a), Answered::Crash(b)) => {
+            // which rank, block or entry is told first depends on the moment
+            let words = |text: &str| text.replace(|c: char| c.is_ascii_digit() || c == '-', "");
+            words(a) == words(b)
+        }
+        // nothing is known of how a device was lost
+        (Answered::DeviceLost(_), Answered::DeviceLost(_)) => false,
         _ => same_kind(seen, other),
     }
 }

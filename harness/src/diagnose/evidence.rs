@@ -7,7 +7,7 @@ use shardcheck_cases::Case;
 use shardcheck_cpu::{CpuEngine, Fault, FaultClass, engine};
 use shardcheck_engine::{Engine, Profile, Validation};
 
-use super::comparison::{Part, Sides, compare, same_kind};
+use super::comparison::{Part, Sides, compare, is_end, same_kind};
 use super::replay::{Played, play};
 use super::residue::Residual;
 use super::widths::Widths;
@@ -122,6 +122,14 @@ impl Evidence {
     /// Whether anything was seen that the healthy engine answers otherwise.
     pub fn is_telling(&self) -> bool {
         !self.wrong.is_empty() || self.residual.is_some()
+    }
+
+    /// Whether the engine ended in the case instead of answering all of its questions.
+    pub fn ended(&self) -> bool {
+        self.recording
+            .sessions
+            .iter()
+            .any(|session| is_end(&session.opened) || session.steps.iter().any(|step| is_end(&step.answer)))
     }
 
     /// Whether trying a fault on this evidence could show anything: ranks that wait for ever give a timeout, and nothing else does.

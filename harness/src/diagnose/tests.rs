@@ -2,14 +2,17 @@
 
 use std::time::Duration;
 
-use shardcheck_cases::{Case, SuiteName, suite};
-use shardcheck_cpu::{CpuEngine, fault, faults};
+use shardcheck_cases::{Case, Family, SuiteName, suite};
+use shardcheck_cpu::hostile::{Hostility, hostile};
+use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
 
 use super::{Diagnosis, Disguise, Evidence, blind, diagnose};
 use crate::boundary::{Tampered, boundary_fault};
+use crate::guard::Guarded;
 use crate::recording::Recorder;
 use crate::run::judge_case;
+use crate::status::Status;
 
 const LONG: Duration = Duration::from_secs(600);
 
@@ -80,6 +83,43 @@ fn none_fits_where_the_engine_is_wrong_in_a_way_that_is_not_known() {
     let names: Vec<_> = found.candidates.iter().map(|c| c.fault.as_str()).collect();
     assert_eq!((names.as_slice(), found.fitting), (&[][..], 0), "{found:?}");
     assert!(found.lines()[0].starts_with("no known fault fits"), "{:?}", found.lines());
+}
+
+#[test]
+fn an_engine_that_ends_gets_no_fault_but_the_sentence_that_it_ended() {
+    let case: Case =
+        "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+1_3+1.seq/gaussian/7".parse().unwrap();
+    let engine = Guarded::new(hostile(Hostility::Panics), LONG);
+    let found = diagnose(&[evidence(&case, &engine).unwrap()], LONG).unwrap();
+    assert_eq!((found.candidates.len(), found.ended), (0, 1), "{found:?}");
+    let lines = found.lines();
+    assert!(
+        lines.len() == 1 && lines[0].starts_with("none: the engine ended in the failed case"),
+        "{lines:?}"
+    );
+}
+
+#[test]
+fn a_fault_that_ends_the_embedded_engine_explains_its_end() {
+    let cases = suite(SuiteName::EngineSmoke, 1);
+    let ends = |fault: &&'static Fault| {
+        let engine = CpuEngine::with_fault(fault);
+        let of = |case: &Case| {
+            let recorder = Recorder::new(&engine);
+            let result = judge_case(case, &recorder, &|property| property.id.ends_with(".output"));
+            (result.status == Status::Crash).then(|| case.clone())
+        };
+        cases
+            .iter()
+            .filter(|case| case.family == Family::Decode)
+            .take(12)
+            .find_map(of)
+            .map(|case| (*fault, case))
+    };
+    let (fault, case) = faults().iter().find_map(|fault| ends(&fault)).expect("a fault that ends the engine");
+    let own = blind(fault, std::slice::from_ref(&case), Disguise::None);
+    assert_eq!(own.place, Some(1), "{}: {:?}", fault.name, own.diagnosis);
+    assert!(own.diagnosis.unwrap().ended > 0);
 }
 
 #[test]

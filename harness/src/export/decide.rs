@@ -12,6 +12,7 @@ use super::{
     CASE_FILE, EXPORT_SCHEMA_VERSION, ExportError, INPUTS_FILE, MANIFEST_FILE, Manifest, ManifestEntry,
 };
 use crate::event::{CaseResult, Coverage};
+use crate::properties::UNCHANGED;
 use crate::run::judge_case;
 use crate::status::{Exit, Status};
 
@@ -96,7 +97,8 @@ fn decide_case(
         }
     }
     Ok(match Filed::read(&folder, pass, &manifest.profile) {
-        Ok(engine) => (judge_case(&case, &engine, &|_| true), false),
+        // a file can't be changed by who answers it
+        Ok(engine) => (judge_case(&case, &engine, &|property| property.id != UNCHANGED), false),
         Err(missing) => (to_come(entry, &missing), true),
     })
 }

@@ -176,7 +176,7 @@ fn a_configuration_that_the_engine_does_not_run_is_unsupported() {
     let engine = shardcheck_cpu::engine();
     let mut configuration = case(VERIFY).configuration().unwrap();
     configuration.blocks = 1 << 24;
-    let Err(Halt::Unsupported(why)) = Run::open(&engine, &configuration) else {
+    let Err(Halt::Unsupported(why)) = Run::open(&Watched::new(&engine), &configuration) else {
         panic!("it cannot be opened")
     };
     assert!(why.contains("bytes"), "{why}");

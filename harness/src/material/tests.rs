@@ -4,7 +4,7 @@ use super::*;
 use shardcheck_engine::{Answer, Engine, Tensor};
 use shardcheck_formats::Dtype;
 
-use crate::laboratory::attend;
+use crate::laboratory::{Watched, attend};
 
 const VERIFY: &str =
     "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n14.e4m3fn@0.5.ag_rs.qrep/12+3_0+0_7+2.pad2.shuf/gaussian/7";
@@ -195,7 +195,7 @@ fn the_caches_that_the_healthy_engine_writes_are_those_that_the_harness_lays_out
     for id in [VERIFY, GQA, CONTEXT, DRAFT] {
         let material = material(id);
         let engine = shardcheck_cpu::engine();
-        let (_, mut run) = attend(&engine, &material).unwrap();
+        let (_, mut run) = attend(&Watched::new(&engine), &material).unwrap();
         let mut caches = run.step(&Operation::ReadCache, &Tensors::new()).unwrap().reply;
         assert!(material.caches_are_right(&caches), "{id}");
         let rank = material.ranks() - 1;
@@ -282,7 +282,7 @@ fn the_width_of_the_exchange_is_read_off_the_partials() {
     let material = material(VERIFY);
     let engine = shardcheck_cpu::engine();
     let Answer::Done(_) = engine.open(material.configuration()).unwrap() else { panic!("it opens") };
-    let (mut observed, _) = attend(&engine, &material).unwrap();
+    let (mut observed, _) = attend(&Watched::new(&engine), &material).unwrap();
     let attention = material.configuration().attention;
     assert_eq!(material.exchanged_dim(&observed), attention.value_dim());
     observed.reply.outputs.insert("partial_out", Tensor::from_f32(Dtype::F32, &[1, 1, 1, 3], &[0.0; 3]));

@@ -388,7 +388,7 @@ fn collectives(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn given_cache(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
-    let mut run = Run::open(laboratory.engine, material.configuration())?;
+    let mut run = Run::open(&laboratory.engine, material.configuration())?;
     run.step(&shardcheck_engine::Operation::LoadCache, &material.laid_out_caches())?;
     let observed = run.step(&material.operation(), &material.step_inputs())?;
     let comparison = compare_output(material, &observed)?;
@@ -405,7 +405,7 @@ fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
         vec![0.0; material.rows.len() * material.heads() * material.configuration().attention.qk_dim()];
     let shape = inputs.get("query").map_err(|e| Halt::Inconclusive(e.to_string()))?.shape().to_vec();
     inputs.insert("query", Tensor::from_f32(Dtype::Bf16, &shape, &zeros));
-    let mut run = Run::open(laboratory.engine, material.configuration())?;
+    let mut run = Run::open(&laboratory.engine, material.configuration())?;
     run.step(&shardcheck_engine::Operation::WriteKv, &material.write_inputs())?;
     let observed = run.step(&material.operation(), &inputs)?;
     let ln = |n: usize| {

@@ -170,7 +170,7 @@ fn variant(
     change(&mut case);
     let other = material.variant(case)?;
     let base = laboratory.observed()?;
-    let (observed, _) = attend(laboratory.engine, &other)?;
+    let (observed, _) = attend(&laboratory.engine, &other)?;
     if let Some(key) = differs_in {
         let (a, b) = (base.reply.effective.get(key), observed.reply.effective.get(key));
         if a.is_none() && b.is_none() {
@@ -307,7 +307,7 @@ fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut case = material.case.clone();
     case.workload.padded_rows = if case.workload.padded_rows == 0 { 3 } else { 0 };
     let other = material.variant(case)?;
-    let (observed, _) = attend(laboratory.engine, &other)?;
+    let (observed, _) = attend(&laboratory.engine, &other)?;
     let rows: Vec<_> = (0..material.case.workload.query_rows()).map(|row| (row, row)).collect();
     let headline = "graph padding changes the rows of the batch";
     compare(material, laboratory.observed()?, &other, &observed, &rows, false, headline)
@@ -322,7 +322,7 @@ fn batch(laboratory: &Laboratory) -> Result<Finding, Halt> {
         return Err(Halt::Unsupported("no request has a row".to_owned()));
     };
     let other = material.alone(chosen)?;
-    let (observed, _) = attend(laboratory.engine, &other)?;
+    let (observed, _) = attend(&laboratory.engine, &other)?;
     let first = starts[chosen] as usize;
     let rows: Vec<_> = (0..requests[chosen].query_tokens).map(|t| (first + t, t)).collect();
     let headline = "a request gives another output in its batch than alone";
@@ -332,7 +332,7 @@ fn batch(laboratory: &Laboratory) -> Result<Finding, Halt> {
 fn future(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let other = material.with_other_future()?;
-    let (observed, _) = attend(laboratory.engine, &other)?;
+    let (observed, _) = attend(&laboratory.engine, &other)?;
     let base = laboratory.observed()?;
     let mut rows = Vec::new();
     for (index, start) in material.case.workload.query_start_loc().iter().enumerate() {

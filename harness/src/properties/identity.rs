@@ -69,7 +69,7 @@ fn exchange(laboratory: &Laboratory) -> Result<Finding, Halt> {
         .with("partial_out", Tensor::from_f32(material.inputs.case.dtype, &[world, rows, heads, dim], &outs))
         .with("partial_lse", Tensor::from_f32(Dtype::F32, &[world, rows, heads], &lses));
     let observed =
-        Run::open(laboratory.engine, &material.configuration)?.step(&material.operation, &inputs)?;
+        Run::open(&laboratory.engine, &material.configuration)?.step(&material.operation, &inputs)?;
     let seen = observed.output("out", material.output_dtype(), &shape)?.to_f64();
     let mut comparison = Comparison::new("out");
     for (flat, seen) in seen.iter().enumerate() {
@@ -84,7 +84,7 @@ fn exchange(laboratory: &Laboratory) -> Result<Finding, Halt> {
 /// Every row and head picks one token by all bits of its position; its value must come out.
 fn context(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let picking = picking(laboratory.attention())?;
-    let (observed, _) = attend(laboratory.engine, &picking)?;
+    let (observed, _) = attend(&laboratory.engine, &picking)?;
     let shape = picking.output_shape();
     let (rows, own, dim) = (shape[1], shape[2], shape[3]);
     let seen = observed.output("out", picking.output_dtype(), &shape)?.to_f64();

@@ -145,7 +145,7 @@ fn base_2(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.merging();
     let (inputs, expected) = material.in_base_2()?;
     let operation = Operation::MergePartials { lse_base: LseBase::Two };
-    let observed = Run::open(laboratory.engine, &material.configuration)?.step(&operation, &inputs)?;
+    let observed = Run::open(&laboratory.engine, &material.configuration)?.step(&operation, &inputs)?;
     let outs = compare(material, &observed, &expected.out)?;
     let headline = "LSEs in base 2 do not weigh as the natural ones do";
     let first = outs.finding(headline, Stage::Merge, |flat| material.place(flat));
@@ -159,7 +159,7 @@ fn base_2(laboratory: &Laboratory) -> Result<Finding, Halt> {
 /// Runs the case's operation on other inputs.
 fn rerun(laboratory: &Laboratory, inputs: &Tensors) -> Result<Observed, Halt> {
     let material = laboratory.merging();
-    Run::open(laboratory.engine, &material.configuration)?.step(&material.operation, inputs)
+    Run::open(&laboratory.engine, &material.configuration)?.step(&material.operation, inputs)
 }
 
 fn compare(material: &MergeMaterial, observed: &Observed, expected: &[Allowed]) -> Result<Comparison, Halt> {
@@ -269,7 +269,7 @@ fn shift(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn fold(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.merging();
-    let mut run = Run::open(laboratory.engine, &material.configuration)?;
+    let mut run = Run::open(&laboratory.engine, &material.configuration)?;
     let mut state = material.state_of(0);
     for rank in 1..material.world() {
         let next = material.state_of(rank);

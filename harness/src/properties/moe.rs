@@ -305,7 +305,7 @@ fn single(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut measured = Measured::default();
     for (name, other) in &others {
         let observed =
-            Run::open(laboratory.engine, &other.configuration)?.step(&other.operation, &other.inputs)?;
+            Run::open(&laboratory.engine, &other.configuration)?.step(&other.operation, &other.inputs)?;
         let there = by_token(other, &observed)?;
         let mut comparison = Comparison::new("out");
         for (token, (here, there)) in own.iter().zip(&there).enumerate() {

@@ -108,7 +108,7 @@ fn weights(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn alone(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.routing();
-    let mut run = Run::open(laboratory.engine, &material.configuration)?;
+    let mut run = Run::open(&laboratory.engine, &material.configuration)?;
     let mut comparison = Comparison::new("topk_weights");
     for token in 0..material.tokens {
         let observed = run.step(&material.operation, &material.alone(token))?;

@@ -76,10 +76,10 @@ fn decide(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let Some(rule) = rule(laboratory.case) else {
         return Err(Halt::Inconclusive("not a rules case".to_owned()));
     };
-    if !laboratory.engine.profile().rule_sets.contains(&rule.rules) {
+    if !laboratory.engine.engine.profile().rule_sets.contains(&rule.rules) {
         return Err(Halt::Unsupported(format!("the engine does not answer for the rule set {}", rule.rules)));
     }
-    let seen = match laboratory.engine.validate(rule.rules, &rule.settings)? {
+    let seen = match laboratory.engine.engine.validate(rule.rules, &rule.settings)? {
         Answer::Done(validation) => validation,
         Answer::Unsupported(why) => return Err(Halt::Unsupported(why)),
     };

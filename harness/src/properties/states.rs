@@ -111,7 +111,7 @@ fn lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn rerun(laboratory: &Laboratory, inputs: &Tensors) -> Result<Observed, Halt> {
     let material = laboratory.merging();
-    Run::open(laboratory.engine, &material.configuration)?.step(&material.operation, inputs)
+    Run::open(&laboratory.engine, &material.configuration)?.step(&material.operation, inputs)
 }
 
 fn neutral(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -77,7 +77,7 @@ fn round_trip(laboratory: &Laboratory) -> Result<Finding, Halt> {
 fn overflow(laboratory: &Laboratory) -> Result<Finding, Halt> {
     // 2^20 carries even the smallest drawn values of a scale of 0.02 beyond 448
     let material = laboratory.attention().magnified(1_048_576.0)?;
-    let mut run = Run::open(laboratory.engine, material.configuration())?;
+    let mut run = Run::open(&laboratory.engine, material.configuration())?;
     run.step(&Operation::WriteKv, &material.write_inputs())?;
     let after = run.step(&Operation::ReadCache, &Tensors::new())?.reply;
     stored(laboratory, &material, &after, "a value beyond the cache format is not stored as declared")

@@ -15,7 +15,7 @@ use shardcheck_engine::{CacheLayout, Engine};
 
 use super::{Play, SECOND_GROUP_SEED, SequenceMaterial, TurnMaterial};
 use crate::finding::Finding;
-use crate::laboratory::Run;
+use crate::laboratory::{Run, Watched};
 use crate::properties::judge_turn;
 
 const SEED: u64 = 7;
@@ -214,7 +214,7 @@ impl Driven {
         };
         let mut material = of(0, case.clone());
         material.second = case.in_second_group().unwrap().map(|second| Box::new(of(1, second)));
-        let mut run = Run::open(&engine, &case.configuration).unwrap();
+        let mut run = Run::open(&Watched::new(&engine), &case.configuration).unwrap();
         let play = Play::begin(&mut run, &material).unwrap();
         Self { engine, run, material, play }
     }

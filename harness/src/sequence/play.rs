@@ -1,9 +1,9 @@
 //! The driver: takes an engine's session through the steps of a sequence and notes what it answers.
 
-use shardcheck_engine::{Engine, Operation, Reply, Tensors};
+use shardcheck_engine::{Operation, Reply, Tensors};
 
 use super::SequenceMaterial;
-use crate::laboratory::{Halt, Observed, Run};
+use crate::laboratory::{Halt, Observed, Run, Watched};
 
 /// What one run of the engine was seen to do.
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl Play {
     ///
     /// # Errors
     /// [`Halt`] when no session can be opened.
-    pub fn of(engine: &dyn Engine, material: &SequenceMaterial) -> Result<Self, Halt> {
+    pub fn of(engine: &Watched<'_>, material: &SequenceMaterial) -> Result<Self, Halt> {
         let mut run = Run::open(engine, &material.case.configuration)?;
         let mut play = Self::begin(&mut run, material)?;
         while play.halt.is_none() && play.seen.len() < material.turns.len() {

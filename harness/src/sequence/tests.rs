@@ -10,7 +10,7 @@ use shardcheck_formats::Counter;
 
 use super::*;
 use crate::finding::{Finding, Stage};
-use crate::laboratory::Laboratory;
+use crate::laboratory::{Laboratory, Watched};
 use crate::material::Material;
 use crate::mutants::{MutantState, try_all};
 use crate::properties;
@@ -53,7 +53,7 @@ fn the_healthy_engine_holds_every_property_of_the_sequences_of_the_gate() {
         let result = judge_case(case, &engine(), &|_| true);
         assert_eq!(result.status, Status::Pass, "{}: {:?}", case.id(), result.checks);
         let imports = case.id().contains("/transfer");
-        assert_eq!(result.checks.len(), if imports { 6 } else { 5 });
+        assert_eq!(result.checks.len(), if imports { 7 } else { 6 });
         assert!(result.coverage.rows > 0);
     }
 }
@@ -134,7 +134,7 @@ fn a_session_that_ends_early_is_judged_as_far_as_it_came() {
     let material = SequenceMaterial::new(body, case.seed, engine.profile()).unwrap();
     let runs = body.steps.iter().filter(|step| matches!(step, Step::Run { .. })).count();
     assert_eq!(material.turns.len(), runs);
-    let play = Play::of(&engine, &material).unwrap();
+    let play = Play::of(&Watched::new(&engine), &material).unwrap();
     assert_eq!((play.seen.len(), play.halt.is_none()), (runs, true));
     assert!(play.caches_before(0).is_some() && play.caches_before(1).is_some());
 }

@@ -1,7 +1,7 @@
-//! Smaller sequences: fewer steps, fewer requests in a step, fewer new tokens, no padding.
+//! Smaller sequences: fewer steps, fewer requests in a step, fewer new tokens, no padding, and fewer ranks, heads and slots to a block.
 
 use shardcheck_cases::{Body, Case, NewTokens, SequenceCase, Step};
-use shardcheck_engine::CacheLayout;
+use shardcheck_engine::{Attention, CacheLayout, Configuration};
 
 use super::size::Size;
 
@@ -29,7 +29,65 @@ pub(super) fn moves(whole: &Case, case: &SequenceCase) -> Vec<Case> {
             add(steps);
         }
     }
+    for configuration in configurations(&case.configuration) {
+        let changed = SequenceCase { configuration, ..case.clone() };
+        found.push(Case { body: Body::Sequence(changed), ..whole.clone() });
+    }
     found
+}
+
+/// Smaller configurations, one axis at a time.
+fn configurations(whole: &Configuration) -> Vec<Configuration> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut Configuration)| {
+        let mut smaller = whole.clone();
+        change(&mut smaller);
+        let (tp, dcp) = (smaller.tp, smaller.dcp);
+        if let Some(second) = smaller.second_group.as_deref_mut() {
+            second.tp = tp;
+            second.dcp = if second.dcp == whole.dcp { dcp } else { second.dcp.min(dcp) };
+            hold_as_much(second, whole.second_group.as_deref().unwrap_or(whole));
+        }
+        hold_as_much(&mut smaller, whole);
+        found.push(smaller);
+    };
+    let groups = whole.tp / whole.dcp;
+    for dcp in 1..whole.dcp {
+        for groups in [1, groups] {
+            add(&|c| (c.dcp, c.tp) = (dcp, dcp * groups));
+        }
+    }
+    if groups > 1 {
+        add(&|c| c.tp = c.dcp);
+    }
+    for heads in 1..whole.heads_per_rank {
+        add(&|c| c.heads_per_rank = heads);
+    }
+    let (s, b) = (whole.interleave, whole.block_size);
+    for interleave in (1..=s).filter(|interleave| s.is_multiple_of(*interleave)) {
+        for block_size in (1..=4).map(|runs| runs * interleave) {
+            if block_size < b || (interleave < s && block_size == b) {
+                add(&|c| (c.interleave, c.block_size) = (interleave, block_size));
+            }
+        }
+    }
+    found
+}
+
+/// Blocks for as many tokens as `whole` has room for, KV heads for the heads that are left, and no features that a world of one has
+/// no use for.
+fn hold_as_much(smaller: &mut Configuration, whole: &Configuration) {
+    let growth = whole.virtual_block_tokens().div_ceil(smaller.virtual_block_tokens());
+    smaller.blocks = smaller.blocks.saturating_mul(growth);
+    if smaller.dcp == 1 {
+        smaller.query_replication = false;
+        smaller.project_before_merge = false;
+    }
+    let heads = smaller.gathered_heads();
+    if let Attention::Gqa { kv_heads, .. } = &mut smaller.attention {
+        // query heads divide evenly over those of the cache
+        *kv_heads = (1..=*kv_heads).rev().find(|fewer| heads.is_multiple_of(*fewer)).unwrap_or(1);
+    }
 }
 
 /// Requests that a step names.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use shardcheck_cases::{Case, SuiteName, suite};
+use shardcheck_cases::{Case, Family, SuiteName, suite};
 use shardcheck_cpu::{CpuEngine, fault};
 
 use super::{Keep, Size, failing_property, known_case, moves, shrink};
@@ -62,6 +62,27 @@ fn routers_and_layers_of_experts_shrink_along_their_own_axes() {
     let id = "route/sigmoid.biased.e16.k4.g4.kept2.negative_infinity.sum_and_tiny.x2.5/t20.negative/7";
     let size = Size::of(&shrunk("router-bias-in-weights", id, "route.weights"));
     assert!(size.tokens == 1 && size.heads <= 2, "{size}");
+}
+
+#[test]
+fn a_session_shrinks_in_its_steps_and_in_its_ranks_heads_and_blocks() {
+    let id = "sequence/tiny-gqa/tp3.dcp3.h2.s2.b8.bf16.ag_rs/shrinking/v0+5,1+13,2+2_d0,1,2.pad1_f1_d0,2.pad2_f0_d2.pad3/7";
+    let case = shrunk("lengths-captured-by-bucket", id, "sequence.metadata");
+    let size = Size::of(&case);
+    assert_eq!(known_case("vllm#36070").unwrap().admits(size), Some(true), "{size} {}", case.id());
+    assert_eq!((size.heads, size.interleave), (size.world, 1), "{size} {}", case.id());
+}
+
+#[test]
+fn every_smaller_session_of_the_gate_is_smaller_and_reads_back() {
+    let mut cases = suite(SuiteName::Gate, 1);
+    cases.retain(|case| case.family == Family::Sequence);
+    for case in cases.iter().step_by(5) {
+        for smaller in moves::moves(case) {
+            assert!(super::size::key(&smaller) < super::size::key(case), "{} {}", case.id(), smaller.id());
+            assert_eq!(smaller.id().parse::<Case>().unwrap(), smaller, "{}", case.id());
+        }
+    }
 }
 
 #[test]

@@ -204,3 +204,47 @@ pub fn query_rows(inputs: &Tensors, configuration: &Configuration) -> Result<usi
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table(ids: &[i32], requests: usize) -> BlockTable {
+        let tensor = Tensor::from_i32(&[requests, ids.len() / requests], ids);
+        BlockTable::read(&Tensors::new().with("block_table", tensor), 10).unwrap()
+    }
+
+    #[test]
+    fn entries_are_replaced_in_one_request_and_only_where_both_lie_in_the_cache() {
+        let longer = [7, 10, -1, 0, 8, 8, 8, 8];
+        for request in 0..3 {
+            let mut seen = table(&[1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4], 3);
+            seen.replace(request, &longer);
+            for other in 0..3 {
+                let expected: &[i64] = if other == request { &[7, 2, 3, 0] } else { &[1, 2, 3, 4] };
+                assert_eq!(seen.entries(other), expected, "request {other} after a change of {request}");
+            }
+        }
+        let mut outside = table(&[-1, 10, 9999, 9], 1);
+        outside.replace(0, &[1, 1, 1, 1]);
+        assert_eq!(outside.entries(0), [-1, 10, 9999, 1], "what no cache holds is not made right");
+    }
+
+    #[test]
+    fn blocks_outside_the_table_or_the_cache_are_illegal_addresses_that_are_named() {
+        let (table, layout) = (table(&[1, 9, 10, -1], 2), LayoutPolicies::HEALTHY);
+        assert_eq!(table.requests(), 2);
+        assert_eq!(table.block(0, 1, &layout).ok(), Some(9));
+        for (request, entry, named) in [
+            (0, 2, "[0, 2] of a [2, 2]"),
+            (2, 0, "[2, 0]"),
+            (1, 0, "block 10 of 10"),
+            (1, 1, "block -1 of 10"),
+        ] {
+            let Err(Stop::Failed(EngineError::Crash { text })) = table.block(request, entry, &layout) else {
+                panic!("[{request}, {entry}] is no crash")
+            };
+            assert!(text.contains("illegal address") && text.contains(named), "{text}");
+        }
+    }
+}

@@ -341,3 +341,23 @@ fn merge_ag_rs(
         .collect();
     Ok(Partial { out, lse, rows: partial.rows, heads: own, dim })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_output_travels_with_the_lse_that_the_policy_names() {
+        let partial = Partial {
+            out: (0..12u8).map(f32::from).collect(),
+            lse: vec![0.0, 1.0, 2.0, 3.0, 4.0, 5.0],
+            rows: 2,
+            heads: 3,
+            dim: 2,
+        };
+        assert_eq!(paired(&partial, &MergePolicies::HEALTHY), partial);
+        let transposed = |index: usize, rows: usize, heads: usize| index % rows * heads + index / rows;
+        let other = paired(&partial, &MergePolicies { lse_of: transposed, ..MergePolicies::HEALTHY });
+        assert_eq!(other, Partial { lse: vec![0.0, 3.0, 1.0, 4.0, 2.0, 5.0], ..partial });
+    }
+}

@@ -43,8 +43,8 @@ pub struct SessionPolicies {
     pub group_table: fn(TableUse, usize, BlockTable, &BlockTable) -> BlockTable,
     /// Whether a token may be written into a slot: `(memory, slot, whose token it is)`.
     pub overwrites: fn(&mut Memory, usize, Origin) -> bool,
-    /// What a step does to its inputs.
-    pub touch: fn(&mut Tensors),
+    /// What a step does to its inputs: `(steps of attention before it in the session, inputs)`.
+    pub touch: fn(usize, &mut Tensors),
     /// Rows of the output that are written: `(rows, rows that are not padding)`.
     pub written_rows: fn(usize, usize) -> usize,
 }
@@ -59,7 +59,7 @@ impl SessionPolicies {
         group_grids: |_, own, _| own,
         group_table: |_, _, own, _| own,
         overwrites: |_, _, _| true,
-        touch: |_| {},
+        touch: |_, _| {},
         written_rows: |rows, _| rows,
     };
 }
@@ -122,5 +122,31 @@ impl Policies {
         }
         let column = (key_column, kv_head * format.value_dim);
         KvView { keys: &tokens.keys, values: &tokens.values, stride: (key_stride, value_stride), column }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use shardcheck_formats::Dtype;
+
+    #[test]
+    fn a_view_of_a_kv_head_starts_at_its_columns_and_steps_over_all_heads() {
+        let format = KvFormat {
+            dtype: Dtype::Bf16,
+            scale: 1.0,
+            kv_heads: 3,
+            key_dim: 5,
+            value_dim: 2,
+            rope_start: 5,
+            shared: false,
+        };
+        let tokens = TokenRows { keys: vec![1.0; 30], values: vec![2.0; 12] };
+        let view = Policies::HEALTHY.view(&tokens, &format, 2);
+        assert_eq!((view.stride, view.column), ((15, 6), (10, 4)));
+        assert_eq!((view.keys, view.values), (&tokens.keys[..], &tokens.values[..]));
+        let latent = Policies::HEALTHY.view(&tokens, &KvFormat { shared: true, ..format }, 2);
+        assert_eq!((latent.stride, latent.column), ((15, 15), (10, 10)), "values are columns of the keys");
+        assert_eq!(latent.values, &tokens.keys[..]);
     }
 }

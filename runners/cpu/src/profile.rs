@@ -77,3 +77,58 @@ fn operation(kind: OperationKind) -> OperationProfile {
     };
     OperationProfile { contract, conventions, observables, absent: Vec::new() }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_engine_names_itself_and_declares_every_operation_and_every_rule_set() {
+        let profile = profile();
+        assert_eq!((profile.engine.as_str(), profile.version.as_str()), ("cpu", env!("CARGO_PKG_VERSION")));
+        assert!(OperationKind::ALL.iter().all(|kind| profile.operation(*kind).is_some()));
+        assert_eq!(profile.rule_sets, RuleSetName::ALL);
+        assert!(profile.second_group);
+    }
+
+    #[test]
+    fn contracts_are_those_of_the_kernel_and_its_wires() {
+        let contract = |kind| profile().operation(kind).unwrap().contract.clone();
+        let attention = contract(OperationKind::Decode).unwrap();
+        // f32 sums: half the distance from 1 to the next number
+        assert_eq!(attention.u_acc, f64::from(f32::EPSILON) / 2.0);
+        // sixteen groups in a row, each two additions deep, and what joins the tile to the sum
+        assert_eq!(attention.depth, Depth::PerTile { tile: TILE_TOKENS, extra: 24 });
+        assert_eq!((attention.kexp, attention.tile_min), (2.0, TILE_TOKENS));
+        assert_eq!((attention.partial, attention.output), (Dtype::Bf16, Dtype::Bf16));
+        for kind in [OperationKind::Verify, OperationKind::Draft] {
+            assert_eq!(contract(kind).as_ref(), Some(&attention), "{kind}");
+        }
+        let unrounded = Contract { partial: Dtype::F32, ..attention };
+        for kind in [OperationKind::Context, OperationKind::MergePartials, OperationKind::MergeStates] {
+            assert_eq!(contract(kind).as_ref(), Some(&unrounded), "{kind}");
+        }
+        let segments = Contract { output: Dtype::F32, ..unrounded };
+        assert_eq!(contract(OperationKind::MergeSegments), Some(segments));
+        for kind in [OperationKind::Layout, OperationKind::WriteKv, OperationKind::PackLse] {
+            assert_eq!(contract(kind), None, "{kind} rounds nothing");
+        }
+    }
+
+    #[test]
+    fn every_observable_of_an_operation_is_declared_and_no_output_is_absent() {
+        for kind in OperationKind::ALL {
+            let profile = operation(kind);
+            let observable =
+                kind.tensors().iter().filter(|tensor| tensor.provenance == Provenance::Observable);
+            assert!(observable.map(|tensor| tensor.name).eq(profile.observables.iter().map(String::as_str)));
+            assert!(profile.absent.is_empty(), "{kind}");
+            assert_eq!(profile.conventions.lse_base, LseBase::E);
+            assert_eq!(profile.conventions.empty_partial, EmptyPartial::Undefined);
+            assert_eq!(profile.conventions.lane_orders, LaneOrder::ALL);
+            assert_eq!(profile.conventions.scale_rounding, ScaleRounding::Reciprocal);
+            assert_eq!(profile.conventions.overflow, Overflow::Saturate);
+        }
+        assert!(operation(OperationKind::Decode).observables.contains(&"partial_lse".to_owned()));
+    }
+}

@@ -26,6 +26,8 @@ pub struct CpuSession {
     groups: Vec<Group>,
     policies: Policies,
     timeout: Duration,
+    /// Steps of attention that were answered.
+    attended: usize,
 }
 
 /// What one KV group has for itself.
@@ -57,7 +59,12 @@ impl CpuSession {
             table: None,
             configuration: configuration.clone(),
         };
-        Self { groups: configurations.iter().enumerate().map(group).collect(), policies, timeout }
+        Self {
+            groups: configurations.iter().enumerate().map(group).collect(),
+            policies,
+            timeout,
+            attended: 0,
+        }
     }
 
     fn perform(
@@ -185,9 +192,21 @@ impl Group {
 
 impl Session for CpuSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
-        let touch = self.policies.session.touch;
-        let perform = || self.perform(0, operation, inputs).inspect(|_| touch(inputs));
+        let perform = || {
+            let answer = self.perform(0, operation, inputs)?;
+            (self.policies.session.touch)(self.attended, inputs);
+            self.attended += usize::from(is_attention(operation));
+            Ok(answer)
+        };
         catch_unwind(AssertUnwindSafe(perform))
             .unwrap_or_else(|panic| Err(EngineError::Crash { text: panic_text(&*panic) }))
+    }
+}
+
+/// Whether rows attend over the cache in a step, in either KV group.
+fn is_attention(operation: &Operation) -> bool {
+    match operation {
+        Operation::InGroup { step, .. } => is_attention(step),
+        operation => matches!(operation, Operation::Attend { .. }),
     }
 }

@@ -7,8 +7,9 @@ use std::sync::mpsc;
 use std::time::Duration;
 
 use scene::{Scene, step};
+use shardcheck_cpu::engine;
 use shardcheck_cpu::hostile::{Hostility, hostile};
-use shardcheck_engine::{Answer, Mask, Operation, Reply, Session, Tensors};
+use shardcheck_engine::{Answer, Engine, Mask, Operation, Reply, RuleSetName, Session, Settings, Tensors};
 use shardcheck_formats::Dtype;
 
 const ATTEND: Operation = Operation::Attend { mask: Mask::Causal };
@@ -76,6 +77,19 @@ fn an_engine_that_claims_query_replication_still_gathers() {
 }
 
 #[test]
+fn a_world_of_one_has_no_queries_to_replicate_and_none_are_claimed() {
+    let scene = Scene::small(1).with(|s| s.configuration.query_replication = true);
+    let effective = |engine: &dyn Engine| {
+        let Answer::Done(mut session) = engine.open(&scene.configuration).unwrap() else {
+            panic!("it opens")
+        };
+        step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+        step(session.as_mut(), &ATTEND, &mut scene.attend_inputs()).unwrap().effective
+    };
+    assert_eq!(effective(hostile(Hostility::ClaimsReplication).as_ref()), effective(&engine()));
+}
+
+#[test]
 fn a_panicking_engine_panics_out_of_its_step_and_not_before() {
     let mut session = written(Hostility::Panics);
     let caught =
@@ -96,6 +110,34 @@ fn a_hanging_engine_does_not_answer() {
     });
     assert_eq!(receiver.recv(), Ok("written"));
     assert!(receiver.recv_timeout(Duration::from_millis(200)).is_err());
+}
+
+#[test]
+fn a_hostile_engine_declares_validates_and_refuses_what_the_healthy_one_does() {
+    let healthy = engine();
+    let settings = Settings::new().with("tensor_parallel_size", 8).with("decode_context_parallel_size", 3);
+    let mut refused = scene().configuration;
+    refused.blocks = 1 << 40;
+    for kind in Hostility::ALL {
+        let hostile = hostile(kind);
+        assert_eq!(hostile.profile(), healthy.profile(), "{kind}");
+        for rules in RuleSetName::ALL {
+            assert_eq!(hostile.validate(rules, &settings), healthy.validate(rules, &settings), "{kind}");
+        }
+        let (Ok(Answer::Unsupported(seen)), Ok(Answer::Unsupported(why))) =
+            (hostile.open(&refused).map(drop_session), healthy.open(&refused).map(drop_session))
+        else {
+            panic!("{kind} opens 2^40 blocks")
+        };
+        assert_eq!(seen, why);
+    }
+}
+
+fn drop_session(answer: Answer<Box<dyn Session>>) -> Answer<()> {
+    match answer {
+        Answer::Done(_) => Answer::Done(()),
+        Answer::Unsupported(why) => Answer::Unsupported(why),
+    }
 }
 
 #[test]

@@ -42,7 +42,12 @@ fn a_group_that_does_not_divide_the_tensor_parallel_ranks_is_refused_by_all() {
         rejects(rules, sized(8, 3), "dcp-divides-tp");
         accepts(rules, sized(8, 4));
         accepts(rules, sized(8, 1));
+        accepts(rules, sized(1, 1));
+        for (tp, dcp) in [(8, 0), (8, -1), (1, 2)] {
+            rejects(rules, sized(tp, dcp), "dcp-divides-tp");
+        }
     }
+    rejects(Vllm, sized(0, 1), "dcp-divides-tp");
 }
 
 #[test]
@@ -66,6 +71,8 @@ fn an_interleave_size_must_fit_its_block_and_in_atom_needs_a_group_without_draft
         rejects(rules, interleave(sized(8, 8), 3), "interleave-fits-block");
         rejects(rules, interleave(sized(8, 8), 32), "interleave-fits-block");
         rejects(rules, interleave(sized(8, 8), 0), "interleave-fits-block");
+        accepts(rules, interleave(sized(8, 8), 1).with("block_size", 1));
+        rejects(rules, interleave(sized(8, 8), 1).with("block_size", 0), "interleave-fits-block");
     }
     rejects(Atom, interleave(sized(8, 1), 4), "interleave-needs-a-group");
     accepts(Vllm, interleave(sized(8, 1), 4));

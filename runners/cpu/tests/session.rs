@@ -76,6 +76,38 @@ fn a_cache_that_was_read_can_be_loaded_into_another_session() {
     assert_eq!(reply.outputs, scene.run().outputs);
 }
 
+#[test]
+fn steps_without_an_exchange_say_that_no_rank_entered_one() {
+    let scene = Scene::small(3);
+    let mut session = scene.open(&engine());
+    let mut caches = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap().outputs;
+    for (operation, inputs) in [
+        (Operation::Layout, &mut scene.metadata()),
+        (Operation::WriteKv, &mut scene.write_inputs()),
+        (Operation::ReadCache, &mut Tensors::new()),
+        (Operation::LoadCache, &mut caches),
+    ] {
+        let reply = step(session.as_mut(), &operation, inputs).unwrap();
+        assert_eq!(reply.collectives, [0, 0, 0], "{operation:?}");
+    }
+    let attended =
+        step(session.as_mut(), &Operation::Attend { mask: Mask::Causal }, &mut scene.attend_inputs())
+            .unwrap();
+    assert!(attended.collectives.iter().all(|count| *count > 0 && *count == attended.collectives[0]));
+}
+
+#[test]
+fn caches_of_more_bytes_than_keys_and_values_may_take_are_refused_before_they_are_made() {
+    let scene = Scene::small(1).with(|s| {
+        s.configuration.attention = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 7 };
+        // 8 slots of 2 heads of 8 + 7 elements of 2 bytes: 480 bytes a block, and 7.5 GiB in all
+        s.configuration.block_size = 8;
+        s.configuration.blocks = 1 << 24;
+    });
+    let Answer::Unsupported(why) = engine().open(&scene.configuration).unwrap() else { panic!("it opens") };
+    assert!(why.contains("more than 4294967296 bytes"), "{why}");
+}
+
 /// The scene's cache in another layout, as inputs of an import into the scene's own.
 fn of_another_layout(scene: &Scene, source: CacheLayout) -> Tensors {
     let there = scene.clone().with(|s| {

@@ -377,9 +377,14 @@ mod tests {
 
     #[test]
     fn ranks_that_are_all_empty_stay_empty_where_the_title_names_none_of_them() {
-        for name in
-            ["merge-in-base-2", "merge-without-maximum", "largest-rank-takes-all", "n-way-merge-counts-two"]
-        {
+        for name in [
+            "merge-in-base-2",
+            "merge-without-maximum",
+            "largest-rank-takes-all",
+            "n-way-merge-counts-two",
+            "weights-not-normalised",
+            "ranks-averaged",
+        ] {
             let mut weights = [f32::NAN; 3];
             let lse = (with(name).merge.combine)(&[f32::NEG_INFINITY; 3], &mut weights);
             assert_eq!((lse, weights), (f32::NEG_INFINITY, [0.0; 3]), "{name}");

@@ -191,3 +191,85 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.prefill.bound = |position, _| position,
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty;
+    use crate::prefill::{PrefillPolicies, Shares};
+
+    fn with(name: &str) -> PrefillPolicies {
+        faulty::with(name).prefill
+    }
+
+    const HEALTHY: PrefillPolicies = PrefillPolicies::HEALTHY;
+
+    #[test]
+    fn chunks_are_cut_as_the_titles_say() {
+        for (rows, chunks, down) in [(7, 4, 1), (8, 4, 2), (3, 4, 0)] {
+            assert_eq!((with("pcp-chunk-rounded-down").chunk_rows)(rows, chunks), down);
+        }
+        let cut = |name: &str, rows: usize| [0, 1, 2, 3].map(|index| (with(name).chunk)(index, 2, rows));
+        assert_eq!(cut("pcp-chunk-not-clamped", 5), [0..2, 2..4, 4..6, 6..8]);
+        assert_eq!(cut("pcp-absent-chunk-has-a-row", 5), [0..2, 2..4, 4..5, 4..5]);
+        assert_eq!(cut("pcp-absent-chunk-has-a-row", 0), [0..0, 0..0, 0..0, 0..0], "there is no last row");
+        assert_eq!(cut("pcp-short-chunk-dropped", 5), [0..2, 2..4, 4..4, 5..5]);
+        let tail = with("pcp-tail-chunk-off-by-one").tail;
+        assert_eq!([tail(0, 3), tail(1, 3), tail(2, 3)], [6, 5, 4]);
+        let mut rows = vec![4, 5, 6];
+        (with("pcp-tail-chunk-backwards").tail_order)(&mut rows);
+        assert_eq!(rows, [6, 5, 4]);
+    }
+
+    #[test]
+    fn rows_go_round_the_ranks_anew_in_each_sequence() {
+        let striped =
+            |policies: PrefillPolicies| [0, 1].map(|rank| (policies.striped)(rank, 2, &[0, 3, 3, 8]));
+        assert_eq!(striped(HEALTHY), [vec![0, 2, 4, 6], vec![1, 3, 5, 7]]);
+        assert_eq!(striped(with("pcp-round-robin-by-sequence")), [vec![0, 2, 3, 5, 7], vec![1, 4, 6]]);
+    }
+
+    #[test]
+    fn decodes_are_told_apart_owned_and_written_as_the_titles_say() {
+        let is_prompt = with("pcp-short-prompt-taken-for-a-decode").is_prompt;
+        assert_eq!(
+            [(true, 3), (true, 4), (false, 4)].map(|(prefills, rows)| is_prompt(prefills, rows)),
+            [false, true, false]
+        );
+        assert_eq!((with("pcp-decode-owner-by-request").owner)(0, 5, 3), 2);
+        assert_eq!([0, 1, 2].map(with("pcp-decode-written-by-every-rank").writes), [true; 3]);
+        assert_eq!([0, 1, 2].map(with("pcp-decode-written-by-no-rank").writes), [false; 3]);
+    }
+
+    #[test]
+    fn padding_is_row_0_or_cut_to_the_average() {
+        assert_eq!((HEALTHY.padding, with("pcp-padding-is-row-0").padding), (-1, 0));
+        let padded = with("pcp-padded-to-the-average").padded;
+        assert_eq!([padded(&[5, 2, 1], 0), padded(&[5, 2, 1], 4), padded(&[], 2)], [3, 4, 2]);
+    }
+
+    #[test]
+    fn rows_come_back_by_the_inverse_or_by_places_without_padding() {
+        // two ranks of three rows, the last of each padding; row 1 is on both
+        let gathered = vec![Some(2), Some(1), None, Some(0), Some(1), None];
+        let shares = Shares { gathered, counts: vec![2, 2], padded: 3, rows: 3 };
+        assert_eq!((HEALTHY.restore)(&shares), [3, 1, 0]);
+        assert_eq!((with("pcp-restore-is-its-inverse").restore)(&shares), [2, 1, 0]);
+        assert_eq!((with("pcp-restore-without-padding").restore)(&shares), [2, 3, 0]);
+        let beyond = Shares { gathered: vec![None, Some(9)], rows: 4, ..shares };
+        assert_eq!((with("pcp-restore-is-its-inverse").restore)(&beyond), [0, 9, 0, 0]);
+        assert_eq!((with("pcp-restore-without-padding").restore)(&beyond), [-1; 4]);
+    }
+
+    #[test]
+    fn positions_and_bounds_are_those_of_the_titles() {
+        // nine tokens before, row 4 of the new ones, row 1 of its chunk
+        let position = |name: &str| (with(name).position)(9, 4, 1);
+        assert_eq!((HEALTHY.position)(9, 4, 1), 13);
+        assert_eq!(position("pcp-position-without-context"), 4);
+        assert_eq!(position("pcp-position-by-local-index"), 10);
+        let bound = |policies: PrefillPolicies| (policies.bound)(13, 1);
+        assert_eq!(bound(HEALTHY), 14);
+        assert_eq!(bound(with("pcp-bound-is-local")), 2);
+        assert_eq!(bound(with("pcp-bound-without-itself")), 13);
+    }
+}

@@ -12,7 +12,21 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::SpecDecode,
         bugs: &["vllm-ascend#7549", "ATOM#1746"],
         killed_by: &["inputs.unchanged"],
-        apply: |p| p.session.touch = count_up,
+        apply: |p| p.session.touch = |_, inputs| count_up(inputs),
+    },
+    Fault {
+        name: "later-lengths-counted-up-in-place",
+        title: "from the second attention of a session on, the lengths are counted up in the inputs for the step after it",
+        class: FaultClass::SpecDecode,
+        bugs: &["vllm-ascend#7549", "ATOM#1746"],
+        killed_by: &["inputs.unchanged"],
+        apply: |p| {
+            p.session.touch = |before, inputs| {
+                if before > 0 {
+                    count_up(inputs);
+                }
+            }
+        },
     },
     Fault {
         name: "padding-output-unwritten",
@@ -120,8 +134,18 @@ mod tests {
             |name: &str, lens: &[i32]| Tensors::new().with(name, Tensor::from_i32(&[lens.len()], lens));
         for name in ["seq_lens", "context_lens"] {
             let mut inputs = lens(name, &[3, 0]).with("other", Tensor::from_i32(&[1], &[5]));
-            (with("lengths-counted-up-in-place").session.touch)(&mut inputs);
+            (with("lengths-counted-up-in-place").session.touch)(0, &mut inputs);
             assert_eq!(inputs, lens(name, &[4, 1]).with("other", Tensor::from_i32(&[1], &[5])));
+        }
+    }
+
+    #[test]
+    fn later_lengths_are_counted_up_once_a_step_of_attention_has_been_before() {
+        let touch = with("later-lengths-counted-up-in-place").session.touch;
+        for (before, counted) in [(0, 3), (1, 4), (2, 4)] {
+            let mut inputs = Tensors::new().with("seq_lens", Tensor::from_i32(&[1], &[3]));
+            touch(before, &mut inputs);
+            assert_eq!(inputs.get("seq_lens").unwrap().to_i64(), [counted], "{before}");
         }
     }
 

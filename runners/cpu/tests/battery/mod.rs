@@ -121,7 +121,14 @@ impl Battery<'_> {
         self.reply("write", &["key_cache", "value_cache"], &read);
         let mut inputs = scene.attend_inputs();
         let reply = step(session.as_mut(), &Operation::Attend { mask: scene.mask }, &mut inputs);
-        self.note("attend.inputs", inputs == scene.attend_inputs());
+        let mut unchanged = vec![inputs == scene.attend_inputs()];
+        // later steps of the same session as well; two, so that a fault that answers by turns keeps its turn
+        for _ in 0..2 {
+            let mut later = scene.attend_inputs();
+            let _ = step(session.as_mut(), &Operation::Attend { mask: scene.mask }, &mut later);
+            unchanged.push(later == scene.attend_inputs());
+        }
+        self.note("attend.inputs", unchanged);
         self.reply(family, &NAMES, &reply);
     }
 
