@@ -402,7 +402,9 @@ mod tests {
         };
         assert_eq!(joined("cuda", "all").unwrap(), Some(JoinedDevices::All));
         assert_eq!(joined("cuda", "0, 2").unwrap(), Some(JoinedDevices::Numbers(vec![0, 2])));
-        for (engine, devices) in [("cuda", "0,0"), ("cuda", ""), ("cuda", "0,x"), ("cuda:graphs", "0"), ("cpu", "0")] {
+        for (engine, devices) in
+            [("cuda", "0,0"), ("cuda", ""), ("cuda", "0,x"), ("cuda:graphs", "0"), ("cpu", "0")]
+        {
             let error = joined(engine, devices).unwrap_err().to_string();
             assert!(error.starts_with(&format!("--devices {devices}: ")), "{error}");
         }
@@ -417,9 +419,7 @@ mod tests {
 
     #[test]
     fn the_native_engine_has_the_faults_of_its_kernels_and_with_graphs_those_of_replays() {
-        let has = |engine: &str, name: &str| {
-            EngineArgs::named(Some(engine.to_owned())).has_fault(name)
-        };
+        let has = |engine: &str, name: &str| EngineArgs::named(Some(engine.to_owned())).has_fault(name);
         assert!(has("cuda", "ranks-averaged") && has("cuda:graphs", "ranks-averaged"));
         assert!(
             !has("cuda", "lengths-captured-by-bucket") && has("cuda:graphs", "lengths-captured-by-bucket")

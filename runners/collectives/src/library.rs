@@ -56,7 +56,13 @@ pub struct RawConfig {
 impl RawConfig {
     /// Calls that return at once and are asked for their end.
     pub const ASYNCHRONOUS: Self =
-        Self { size: size_of::<Self>(), magic: 0xCAFE_BEEF, version: 21_400, blocking: 0 };
+        Self {
+        // up to the last field: what is behind it would be taken for the next one
+        size: std::mem::offset_of!(Self, blocking) + size_of::<c_int>(),
+        magic: 0xCAFE_BEEF,
+        version: 21_400,
+        blocking: 0,
+    };
 }
 
 pub type RawCommunicator = *mut c_void;
@@ -164,10 +170,7 @@ impl Collectives {
     ///
     /// # Errors
     /// What the calls say, else what the library says of their group.
-    pub fn grouped<E: From<CollectivesError>>(
-        &self,
-        calls: impl FnOnce() -> Result<(), E>,
-    ) -> Result<(), E> {
+    pub fn grouped<E: From<CollectivesError>>(&self, calls: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         // SAFETY: the group is ended whatever is said in it.
         self.started("ncclGroupStart", unsafe { (self.functions.group_start)() })?;
         let outcome = calls();

@@ -197,8 +197,10 @@ fn import(random: &mut Random, configuration: &Configuration, batch: &Batch) -> 
     let source = CacheLayout { dcp: 1 + random.below(3), interleave: 2, block_size: random.of(&[2, 6]) };
     let tokens = source.dcp * source.block_size;
     let needed = |len: &i32| (*len as usize).div_ceil(tokens);
-    let (blocks, width) =
-        (batch.lens.iter().map(needed).sum::<usize>() + 1, batch.lens.iter().map(needed).max().unwrap_or(0) + 1);
+    let (blocks, width) = (
+        batch.lens.iter().map(needed).sum::<usize>() + 1,
+        batch.lens.iter().map(needed).max().unwrap_or(0) + 1,
+    );
     let mut free = (0..blocks as i32).rev();
     let entry = |request: usize, entry: usize| entry < needed(&batch.lens[request]);
     let places = (0..batch.lens.len()).flat_map(|request| (0..width).map(move |at| (request, at)));

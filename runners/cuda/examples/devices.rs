@@ -117,7 +117,9 @@ fn hang(ordinals: &[usize], file: Option<&Path>) -> Outcome<()> {
                 Err(error @ EngineError::Timeout { rank: Some(_), .. }) => {
                     println!("{fault}, {attempt}: {error}; {:.1} s", began.elapsed().as_secs_f64());
                 }
-                other => return Err(format!("{fault}, {attempt}: {:?}", other.map(|reply| reply.effective)).into()),
+                other => {
+                    return Err(format!("{fault}, {attempt}: {:?}", other.map(|reply| reply.effective)).into());
+                }
             }
         }
         let healthy = CudaEngine::open(Options { fault: None, ..options })?;
@@ -160,11 +162,8 @@ fn run() -> Outcome<()> {
     let ordinals = arguments.next().unwrap_or_else(|| "0".to_owned());
     let ordinals = ordinals.split(',').map(str::parse).collect::<Result<Vec<usize>, _>>()?;
     let file = arguments.next().map(PathBuf::from);
-    let options = Options {
-        devices: Devices::Joined(&ordinals),
-        collectives: file.as_deref(),
-        ..Options::default()
-    };
+    let options =
+        Options { devices: Devices::Joined(&ordinals), collectives: file.as_deref(), ..Options::default() };
     let engine = CudaEngine::open(options)?;
     println!("{:?}", engine.profile().devices);
     for ranks in [ordinals.len(), 4 * ordinals.len()] {

@@ -2,9 +2,7 @@
 
 use std::sync::Arc;
 
-use shardcheck_engine::{
-    Configuration, EffectivePath, EngineError, LaneOrder, LseBase, Tensor, Tensors,
-};
+use shardcheck_engine::{Configuration, EffectivePath, EngineError, LaneOrder, LseBase, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::batch::DeviceBatch;
@@ -136,19 +134,14 @@ impl Step {
     ///
     /// # Errors
     /// What the driver says, such as that there is no memory left.
-    pub fn allocate(
-        team: &Team,
-        configuration: &Configuration,
-        bucket: Bucket,
-    ) -> Result<Self, EngineError> {
+    pub fn allocate(team: &Team, configuration: &Configuration, bucket: Bucket) -> Result<Self, EngineError> {
         let kernel = Kernel::of(&team.first().queue, configuration, &team.first().shape);
         let route = Route::of(configuration, bucket.projects);
         let (value_dim, v_head_dim) =
             (configuration.attention.value_dim(), configuration.attention.v_head_dim());
         let (dim, _) = dims(&route, bucket.projects, value_dim, v_head_dim);
         let heads = configuration.gathered_heads();
-        let merge =
-            MergeShape { rows: bucket.rows, heads, dim, wire: Wire::Half, lse_base: LseBase::E };
+        let merge = MergeShape { rows: bucket.rows, heads, dim, wire: Wire::Half, lse_base: LseBase::E };
         let part = |seat: &Seat| Part::allocate(seat, team.has_fabric(), v_head_dim, (kernel, route, bucket));
         Ok(Self {
             bucket,
@@ -185,6 +178,7 @@ impl Step {
             part.poison(queue)?;
         }
         if self.bucket.rows == 0 {
+            team.pass(self.collectives());
             return Ok(());
         }
         for (queue, part) in queues().zip(&self.parts) {

@@ -129,7 +129,8 @@ pub fn write(
     inputs: &Tensors,
 ) -> Result<Reply, EngineError> {
     let given = NewTokens::read(configuration, inputs)?;
-    let parts = team.seats().iter().zip(caches).map(|(seat, caches)| given.write(seat, configuration, caches));
+    let parts =
+        team.seats().iter().zip(caches).map(|(seat, caches)| given.write(seat, configuration, caches));
     let parts = parts.collect::<Result<_, _>>()?;
     let collectives = vec![0; configuration.tp];
     Ok(Reply { outputs: team.assemble(parts)?, collectives, ..Reply::default() })

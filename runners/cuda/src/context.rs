@@ -173,10 +173,7 @@ fn widened(codes: &[u8]) -> Vec<u8> {
 type State = (Buffer, Buffer);
 
 impl<'a> Walk<'a> {
-    fn each<T>(
-        &self,
-        make: impl Fn(&SeatWalk<'a>) -> Result<T, EngineError>,
-    ) -> Result<Vec<T>, EngineError> {
+    fn each<T>(&self, make: impl Fn(&SeatWalk<'a>) -> Result<T, EngineError>) -> Result<Vec<T>, EngineError> {
         self.seats.iter().map(make).collect()
     }
 
@@ -249,7 +246,8 @@ impl<'a> SeatWalk<'a> {
     ) -> Result<Self, EngineError> {
         let attention = configuration.attention;
         let total = batch.lens.iter().map(|len| *len as usize).sum::<usize>();
-        let room = |width: usize| queue.allocate(4 * shape.ranks as usize * total * attention.kv_heads() * width);
+        let room =
+            |width: usize| queue.allocate(4 * shape.ranks as usize * total * attention.kv_heads() * width);
         let walk = Self {
             queue,
             shape,
@@ -289,12 +287,7 @@ impl<'a> SeatWalk<'a> {
         Ok((out, lse))
     }
 
-    fn outputs(
-        &self,
-        (out, lse): &State,
-        context: &State,
-        chunks: &Chunks,
-    ) -> Result<Tensors, EngineError> {
+    fn outputs(&self, (out, lse): &State, context: &State, chunks: &Chunks) -> Result<Tensors, EngineError> {
         check(self.queue, &self.error)?;
         let (ranks, rows) = (self.shape.ranks as usize, self.batch.rows);
         let (attention, own) = (self.configuration.attention, self.configuration.heads_per_rank);
@@ -435,8 +428,7 @@ impl<'a> SeatWalk<'a> {
         (keys, values, stride): (&Buffer, Option<&Buffer>, usize),
     ) -> Result<(Buffer, Buffer), EngineError> {
         let rows = self.batch.rows;
-        let (queue, ranks, own) =
-            (self.queue, self.shape.ranks as usize, self.configuration.heads_per_rank);
+        let (queue, ranks, own) = (self.queue, self.shape.ranks as usize, self.configuration.heads_per_rank);
         let (heads, dim) = self.states();
         let (max, sum) = (queue.allocate(4 * heads)?, queue.allocate(4 * heads)?);
         let (acc, lse) = (queue.allocate(4 * heads * dim)?, queue.allocate(4 * heads)?);

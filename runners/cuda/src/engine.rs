@@ -92,7 +92,8 @@ impl CudaEngine {
     /// [`NoDevice`], which says what is missing.
     pub fn open(options: Options<'_>) -> Result<Self, NoDevice> {
         let in_kernels = options.fault.filter(|name| shardcheck_kernels::has_fault(name));
-        let all: Vec<usize> = if options.devices == Devices::All { (0..count()?).collect() } else { Vec::new() };
+        let all: Vec<usize> =
+            if options.devices == Devices::All { (0..count()?).collect() } else { Vec::new() };
         let ordinals = match &options.devices {
             Devices::One(ordinal) => std::slice::from_ref(ordinal),
             Devices::Joined(ordinals) => ordinals,
@@ -162,7 +163,8 @@ impl Engine for CudaEngine {
         if let Err(reason) = room(used, configuration, &placement)? {
             return Ok(Answer::Unsupported(reason));
         }
-        let queues = used.iter().map(|device| Queue::new(Arc::clone(device))).collect::<Result<Vec<_>, _>>()?;
+        let queues =
+            used.iter().map(|device| Queue::new(Arc::clone(device))).collect::<Result<Vec<_>, _>>()?;
         let session = CudaSession::new(&queues, configuration, &self.setting)?;
         Ok(Answer::Done(Box::new(session)))
     }

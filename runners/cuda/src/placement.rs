@@ -98,7 +98,9 @@ mod tests {
         for placement in all() {
             for number in 0..placement.groups() {
                 let group = placement.group(number);
-                assert!(group.seats.is_sorted() && group.seats.len() == placement.world.min(placement.devices));
+                assert!(
+                    group.seats.is_sorted() && group.seats.len() == placement.world.min(placement.devices)
+                );
                 for member in 0..placement.world {
                     let (seat, place) = placement.place_of(number * placement.world + member);
                     let (first, count) = placement.members(number, seat);

@@ -346,6 +346,7 @@ impl Queue {
         repeats: usize,
         mut enqueue: impl FnMut() -> Result<(), EngineError>,
     ) -> Result<Vec<f32>, EngineError> {
+        self.device.enter()?;
         let checked = |call: &'static str| move |error: DriverError| failure(call, &error);
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
         let begin = result::event::create(flags).map_err(checked("cuEventCreate"))?;

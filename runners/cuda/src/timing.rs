@@ -108,11 +108,7 @@ impl Exchange {
     ///
     /// # Errors
     /// What the driver says.
-    pub fn new(
-        engine: &CudaEngine,
-        configuration: &Configuration,
-        rows: usize,
-    ) -> Result<Self, EngineError> {
+    pub fn new(engine: &CudaEngine, configuration: &Configuration, rows: usize) -> Result<Self, EngineError> {
         let devices = engine.devices().iter().take(configuration.tp);
         let queues = devices.map(|device| Queue::new(Arc::clone(device))).collect::<Result<_, _>>()?;
         let team = Team::new(queues, configuration, engine.fabric().cloned(), None);

@@ -91,7 +91,8 @@ fn of_seat(
     // up to the end of the last block, which a defect may take over as well
     let round = |layout: &Shape| (layout.block * layout.world) as usize;
     let longest = batch.lens.iter().copied().max().unwrap_or(0) as usize;
-    let positions = longest.next_multiple_of(round(shape)).min(longest.next_multiple_of(round(&source.layout)));
+    let positions =
+        longest.next_multiple_of(round(shape)).min(longest.next_multiple_of(round(&source.layout)));
     let arguments = [
         Argument::Shape(*shape),
         Argument::Shape(source.layout),

@@ -18,7 +18,8 @@ fn a_machine_without_a_device_is_told_what_is_missing_and_one_with_it_opens() {
 
 #[test]
 fn a_device_beyond_those_that_are_there_is_none() {
-    let error = CudaEngine::open(Options { devices: Devices::One(1_000_000), ..Options::default() }).err().unwrap();
+    let error =
+        CudaEngine::open(Options { devices: Devices::One(1_000_000), ..Options::default() }).err().unwrap();
     match count() {
         Ok(count) => assert_eq!(error, NoDevice::Ordinal { ordinal: 1_000_000, count }),
         Err(missing) => assert_eq!(error, missing),
