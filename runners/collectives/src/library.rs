@@ -55,8 +55,7 @@ pub struct RawConfig {
 
 impl RawConfig {
     /// Calls that return at once and are asked for their end.
-    pub const ASYNCHRONOUS: Self =
-        Self {
+    pub const ASYNCHRONOUS: Self = Self {
         // up to the last field: what is behind it would be taken for the next one
         size: std::mem::offset_of!(Self, blocking) + size_of::<c_int>(),
         magic: 0xCAFE_BEEF,

@@ -27,7 +27,7 @@ fn configuration(ranks: usize, comm_backend: CommBackend) -> Configuration {
         heads_per_rank: 128 / ranks,
         interleave: 1,
         block_size: 64,
-        blocks: 64,
+        blocks: 128,
         kv_dtype: Dtype::Bf16,
         kv_scale: 1.0,
         softmax_scale: 0.134_763,
@@ -62,11 +62,11 @@ fn decode(session: &mut dyn Session, configuration: &Configuration) -> Result<Re
     let shape = [configuration.tp, configuration.blocks, configuration.block_size, 1, 576];
     let mut caches = Tensors::new().with("key_cache", codes(&shape, 1));
     let lens = [5, 300, 1000, 2048];
-    let table: Vec<i32> = (0..4 * 16).collect();
+    let table: Vec<i32> = (0..4 * 32).collect();
     let mut inputs = Tensors::new()
         .with("seq_lens", Tensor::from_i32(&[4], &lens))
         .with("query_start_loc", Tensor::from_i32(&[5], &[0, 1, 2, 3, 4]))
-        .with("block_table", Tensor::from_i32(&[4, 16], &table))
+        .with("block_table", Tensor::from_i32(&[4, 32], &table))
         .with("query", codes(&[4, configuration.total_heads(), 576], 2));
     let done = |answer: Answer<Reply>| match answer {
         Answer::Done(reply) => Ok(reply),
@@ -118,7 +118,9 @@ fn hang(ordinals: &[usize], file: Option<&Path>) -> Outcome<()> {
                     println!("{fault}, {attempt}: {error}; {:.1} s", began.elapsed().as_secs_f64());
                 }
                 other => {
-                    return Err(format!("{fault}, {attempt}: {:?}", other.map(|reply| reply.effective)).into());
+                    return Err(
+                        format!("{fault}, {attempt}: {:?}", other.map(|reply| reply.effective)).into()
+                    );
                 }
             }
         }

@@ -371,7 +371,16 @@ impl Team {
             Doing::Nothing | Doing::Computing => None,
         });
         match waiting.min_by_key(|entry| entry.ranks.first().copied()) {
-            Some(entry) => timed_out(entry.ranks.first().copied(), entry.name, &entry.absent, waited),
+            Some(entry) => {
+                // a device that kept out of an earlier collective answers the next one in its place, and is missing at the end
+                let entered = |rank: usize| trace.entered[rank];
+                let own = entry.ranks.iter().map(|rank| entered(*rank)).max().unwrap_or(0);
+                let group = entry.ranks.first().map_or(0, |rank| rank / self.placement.world);
+                let ranks = group * self.placement.world..(group + 1) * self.placement.world;
+                let behind: Vec<usize> = ranks.filter(|rank| entered(*rank) < own).collect();
+                let absent = if entry.absent.is_empty() { &behind } else { &entry.absent };
+                timed_out(entry.ranks.first().copied(), entry.name, absent, waited)
+            }
             None => timed_out(None, "a kernel", &[], waited),
         }
     }

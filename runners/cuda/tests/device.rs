@@ -25,3 +25,13 @@ fn a_device_beyond_those_that_are_there_is_none() {
         Err(missing) => assert_eq!(error, missing),
     }
 }
+
+#[test]
+fn joined_devices_are_each_named_once_and_at_least_one() {
+    let open = |devices| CudaEngine::open(Options { devices, ..Options::default() }).err().unwrap();
+    assert_eq!(open(Devices::Joined(&[3, 1, 3])), NoDevice::Repeated { ordinal: 3 });
+    assert_eq!(open(Devices::Joined(&[])), NoDevice::Unnamed);
+    if let Err(missing) = count() {
+        assert_eq!(open(Devices::All), missing);
+    }
+}

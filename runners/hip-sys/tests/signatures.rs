@@ -30,8 +30,7 @@ fn of_the_headers(name: &str) -> Option<Vec<usize>> {
     type F1<A, R> = unsafe extern "C" fn(A) -> R;
     type F2<A, B, R> = unsafe extern "C" fn(A, B) -> R;
     type F3<A, B, C, R> = unsafe extern "C" fn(A, B, C) -> R;
-    type F11<A, B, C, D, E, F, G, H, I, J, K, R> =
-        unsafe extern "C" fn(A, B, C, D, E, F, G, H, I, J, K) -> R;
+    type F11<A, B, C, D, E, F, G, H, I, J, K, R> = unsafe extern "C" fn(A, B, C, D, E, F, G, H, I, J, K) -> R;
     Some(match name {
         "hipInit" => (hiprt::hipInit as F1<_, _>).argument_bytes(),
         "hipGetDeviceCount" => (hiprt::hipGetDeviceCount as F1<_, _>).argument_bytes(),
