@@ -57,33 +57,45 @@ fn codes(shape: &[usize], seed: u64) -> Tensor {
     Tensor::from_codes(Dtype::Bf16, shape, &(0..count).map(code).collect::<Vec<_>>())
 }
 
-/// A decode step over caches of random numbers.
-fn decode(session: &mut dyn Session, configuration: &Configuration) -> Result<Reply, EngineError> {
-    let shape = [configuration.tp, configuration.blocks, configuration.block_size, 1, 576];
-    let mut caches = Tensors::new().with("key_cache", codes(&shape, 1));
-    let lens = [5, 300, 1000, 2048];
-    let table: Vec<i32> = (0..4 * 32).collect();
-    let mut inputs = Tensors::new()
-        .with("seq_lens", Tensor::from_i32(&[4], &lens))
-        .with("query_start_loc", Tensor::from_i32(&[5], &[0, 1, 2, 3, 4]))
-        .with("block_table", Tensor::from_i32(&[4, 32], &table))
-        .with("query", codes(&[4, configuration.total_heads(), 576], 2));
-    let done = |answer: Answer<Reply>| match answer {
-        Answer::Done(reply) => Ok(reply),
-        Answer::Unsupported(why) => Err(EngineError::Crash { text: why }),
-    };
-    session.step(&Operation::LoadCache, &mut caches).and_then(done)?;
-    session.step(&Operation::Attend { mask: Mask::Causal }, &mut inputs).and_then(done)
+/// Caches of random numbers and a decode step over them.
+struct Decode {
+    caches: Tensors,
+    inputs: Tensors,
+}
+
+impl Decode {
+    fn of(configuration: &Configuration) -> Self {
+        let shape = [configuration.tp, configuration.blocks, configuration.block_size, 1, 576];
+        let table: Vec<i32> = (0..4 * 32).collect();
+        Self {
+            caches: Tensors::new().with("key_cache", codes(&shape, 1)),
+            inputs: Tensors::new()
+                .with("seq_lens", Tensor::from_i32(&[4], &[5, 300, 1000, 2048]))
+                .with("query_start_loc", Tensor::from_i32(&[5], &[0, 1, 2, 3, 4]))
+                .with("block_table", Tensor::from_i32(&[4, 32], &table))
+                .with("query", codes(&[4, configuration.total_heads(), 576], 2)),
+        }
+    }
+
+    fn ask(&mut self, session: &mut dyn Session) -> Result<Reply, EngineError> {
+        let done = |answer: Answer<Reply>| match answer {
+            Answer::Done(reply) => Ok(reply),
+            Answer::Unsupported(why) => Err(EngineError::Crash { text: why }),
+        };
+        session.step(&Operation::LoadCache, &mut self.caches).and_then(done)?;
+        session.step(&Operation::Attend { mask: Mask::Causal }, &mut self.inputs).and_then(done)
+    }
 }
 
 fn repeats(engine: &CudaEngine, ranks: usize) -> Outcome<()> {
     for backend in CommBackend::ALL {
         let configuration = configuration(ranks, backend);
         let mut session = opened(engine, &configuration)?;
-        let first = decode(&mut *session, &configuration)?;
+        let mut decode = Decode::of(&configuration);
+        let first = decode.ask(&mut *session)?;
         println!("{}", first.effective);
         for repeat in 1..REPEATS {
-            let again = decode(&mut *session, &configuration)?;
+            let again = decode.ask(&mut *session)?;
             for (name, tensor) in first.outputs.iter() {
                 if tensor.bytes() != again.outputs.get(name)?.bytes() {
                     return Err(format!("{}: {name} differs at repeat {repeat}", backend.name()).into());
@@ -110,10 +122,11 @@ fn hang(ordinals: &[usize], file: Option<&Path>) -> Outcome<()> {
         };
         let engine = CudaEngine::open(options)?;
         let configuration = configuration(ordinals.len(), backend);
+        let mut decode = Decode::of(&configuration);
         for attempt in ["first", "second"] {
             let mut session = opened(&engine, &configuration)?;
             let began = Instant::now();
-            match decode(&mut *session, &configuration) {
+            match decode.ask(&mut *session) {
                 Err(error @ EngineError::Timeout { rank: Some(_), .. }) => {
                     println!("{fault}, {attempt}: {error}; {:.1} s", began.elapsed().as_secs_f64());
                 }
@@ -125,7 +138,7 @@ fn hang(ordinals: &[usize], file: Option<&Path>) -> Outcome<()> {
             }
         }
         let healthy = CudaEngine::open(Options { fault: None, ..options })?;
-        decode(&mut *opened(&healthy, &configuration)?, &configuration)?;
+        decode.ask(&mut *opened(&healthy, &configuration)?)?;
         println!("{fault}: an engine without it works behind it");
     }
     Ok(())

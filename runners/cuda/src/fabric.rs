@@ -19,6 +19,8 @@ use crate::queue::{Event, Queue};
 
 /// How long joining a communicator may take: the library looks at the whole machine before it answers.
 const JOIN_LIMIT: Duration = Duration::from_secs(120);
+/// How long a session that hung waits for what it gave up: the end of a process would take the library's memory away under it.
+const ABORT_LIMIT: Duration = Duration::from_secs(20);
 /// Pause between two looks at whether something has come to its end.
 const LOOK: Duration = Duration::from_micros(20);
 
@@ -185,14 +187,21 @@ impl Fabric {
 
     fn abort_all(&self, cliques: BTreeMap<Vec<usize>, Vec<Communicator>>) {
         self.aborted.fetch_add(1, Ordering::AcqRel);
-        // on a thread of its own: nobody is to wait for a library that may itself wait
+        // on a thread of its own: the library may itself wait. It keeps the devices' contexts alive
+        let devices = self.devices.clone();
         let abort = move || {
             for communicator in cliques.into_values().flatten() {
                 // it is given up either way
                 let _ = communicator.abort();
             }
+            drop(devices);
         };
-        let _ = thread::Builder::new().name("abort".to_owned()).spawn(abort);
+        if let Ok(aborting) = thread::Builder::new().name("abort".to_owned()).spawn(abort) {
+            let began = Instant::now();
+            while !aborting.is_finished() && began.elapsed() < ABORT_LIMIT {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 }
 
