@@ -135,7 +135,7 @@ impl Fabric {
     ///
     /// # Errors
     /// [`Halt::Late`] where the call itself does not end in time, which aborts everything; what the library or the driver says.
-    pub fn enqueue(
+    pub(crate) fn enqueue(
         &self,
         generation: u64,
         devices: &[usize],
