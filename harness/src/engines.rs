@@ -1,10 +1,11 @@
 //! Engines by the name that the command line gives them.
 
 use std::ops::Deref;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
-use shardcheck_cuda::{CudaEngine, Graphs};
+use shardcheck_cuda::{CudaEngine, Devices, Graphs};
 use shardcheck_engine::Engine;
 use shardcheck_process::{EngineLog, ProcessEngine, ProcessOptions, StartError};
 
@@ -23,6 +24,15 @@ pub struct EngineArgs {
     /// `vllm@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
+
+    /// Devices of the engine `cuda`, joined by collectives with one rank or more on each: `all`, or their numbers, such as `0,1`; one
+    /// device that plays all ranks by itself when not given
+    #[arg(long, value_name = "DEVICES")]
+    pub devices: Option<String>,
+
+    /// File of the library with the collectives, such as `libnccl.so.2`; looked for by that name when not given
+    #[arg(long, value_name = "FILE")]
+    pub collectives: Option<PathBuf>,
 
     /// Seconds that an engine behind a command may take to say hello
     #[arg(long, default_value_t = 120.0, value_name = "SECONDS")]
@@ -55,14 +65,37 @@ impl EngineArgs {
     /// # Errors
     /// [`EngineChoiceError::UnknownEngine`].
     pub fn check(&self) -> Result<(), EngineChoiceError> {
-        choice(self.name()).map(drop)
+        choice(self.name())?;
+        self.joined().map(drop)
+    }
+
+    /// The engine of that name, and nothing else said of it.
+    pub fn named(engine: Option<String>) -> Self {
+        Self { engine, devices: None, collectives: None, start_timeout_s: 1.0 }
+    }
+
+    /// The devices that are to be joined.
+    fn joined(&self) -> Result<Option<JoinedDevices>, EngineChoiceError> {
+        let Some(text) = &self.devices else { return Ok(None) };
+        let refused = |why| EngineChoiceError::Devices { text: text.clone(), why };
+        if choice(self.name())? != Choice::Cuda(Graphs::Off) {
+            return Err(refused("they are those of the engine cuda, whose steps are not captured"));
+        }
+        if text == "all" {
+            return Ok(Some(JoinedDevices::All));
+        }
+        let numbers = text.split(',').map(|number| number.trim().parse::<usize>().ok());
+        let numbers: Option<Vec<usize>> = numbers.collect();
+        let numbers = numbers.ok_or_else(|| refused("use all, or numbers with commas between them"))?;
+        let repeated = (1..numbers.len()).any(|at| numbers[..at].contains(&numbers[at]));
+        if repeated { Err(refused("each is named once")) } else { Ok(Some(JoinedDevices::Numbers(numbers))) }
     }
 
     /// Whether the engine can be opened with that fault.
     pub fn has_fault(&self, name: &str) -> bool {
         match choice(self.name()) {
             Ok(Choice::Embedded) => fault(name).is_some(),
-            Ok(Choice::Cuda(graphs)) => shardcheck_cuda::has_fault(name, graphs),
+            Ok(Choice::Cuda(graphs)) => shardcheck_cuda::has_fault(name, graphs, self.devices.is_some()),
             _ => false,
         }
     }
@@ -84,6 +117,13 @@ enum Choice {
     Cuda(Graphs),
     Hip,
     Command(String),
+}
+
+/// Devices that are to be joined.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum JoinedDevices {
+    All,
+    Numbers(Vec<usize>),
 }
 
 /// An engine that was opened by name.
@@ -148,6 +188,14 @@ pub enum EngineChoiceError {
         /// What is missing.
         reason: String,
     },
+    /// Devices that can't be.
+    #[error("--devices {text}: {why}")]
+    Devices {
+        /// What was given.
+        text: String,
+        /// What is wrong with it.
+        why: &'static str,
+    },
     /// A fault for an engine that has none.
     #[error(
         "faults are parts of the embedded engine, and {engine} is another: `shardcheck mutants run --boundary --engine …` tampers with what passes between the harness and any engine"
@@ -208,6 +256,7 @@ pub fn open(
     let limit = wait
         .checked_mul(STEP_PER_WAIT)
         .ok_or(EngineChoiceError::Timeout { option: "--timeout-s", seconds: timeout_s })?;
+    let joined = args.joined()?;
     match (choice(args.name())?, fault_name) {
         (Choice::Command(_), Some(_)) => Err(EngineChoiceError::NoFaults { engine: args.name().to_owned() }),
         (Choice::Command(command), None) => {
@@ -227,11 +276,18 @@ pub fn open(
         }
         (Choice::Cuda(graphs), fault_name) => {
             let fault = fault_name.map(find_fault).transpose()?.map(|fault| fault.name);
-            if let Some(name) = fault.filter(|name| !shardcheck_cuda::has_fault(name, graphs)) {
+            if let Some(name) = fault.filter(|name| !args.has_fault(name)) {
                 let (name, engine) = (name.to_owned(), args.name().to_owned());
                 return Err(EngineChoiceError::NotInEngine { name, engine });
             }
-            let options = shardcheck_cuda::Options { graphs, fault, ..Default::default() };
+            let devices = match &joined {
+                None => Devices::One(0),
+                Some(JoinedDevices::All) => Devices::All,
+                Some(JoinedDevices::Numbers(numbers)) => Devices::Joined(numbers),
+            };
+            let collectives = args.collectives.as_deref();
+            let options =
+                shardcheck_cuda::Options { devices, collectives, wait, graphs, fault, ..Default::default() };
             let engine = CudaEngine::open(options).map_err(|error| no_device(args, error))?;
             guarded(Box::new(engine), limit)
         }
@@ -339,17 +395,31 @@ mod tests {
     }
 
     #[test]
+    fn devices_are_numbers_that_are_named_once_and_those_of_the_native_engine() {
+        let joined = |engine: &str, devices: &str| {
+            let args = EngineArgs::named(Some(engine.to_owned()));
+            EngineArgs { devices: Some(devices.to_owned()), ..args }.joined()
+        };
+        assert_eq!(joined("cuda", "all").unwrap(), Some(JoinedDevices::All));
+        assert_eq!(joined("cuda", "0, 2").unwrap(), Some(JoinedDevices::Numbers(vec![0, 2])));
+        for (engine, devices) in
+            [("cuda", "0,0"), ("cuda", ""), ("cuda", "0,x"), ("cuda:graphs", "0"), ("cpu", "0")]
+        {
+            let error = joined(engine, devices).unwrap_err().to_string();
+            assert!(error.starts_with(&format!("--devices {devices}: ")), "{error}");
+        }
+    }
+
+    #[test]
     fn a_fault_is_refused_for_an_engine_behind_a_command() {
-        let args = EngineArgs { engine: Some("exec:true".to_owned()), start_timeout_s: 1.0 };
+        let args = EngineArgs::named(Some("exec:true".to_owned()));
         let error = open(&args, Some("ranks-averaged"), 1.0).err().unwrap().to_string();
         assert!(error.contains("--boundary"), "{error}");
     }
 
     #[test]
     fn the_native_engine_has_the_faults_of_its_kernels_and_with_graphs_those_of_replays() {
-        let has = |engine: &str, name: &str| {
-            EngineArgs { engine: Some(engine.to_owned()), start_timeout_s: 1.0 }.has_fault(name)
-        };
+        let has = |engine: &str, name: &str| EngineArgs::named(Some(engine.to_owned())).has_fault(name);
         assert!(has("cuda", "ranks-averaged") && has("cuda:graphs", "ranks-averaged"));
         assert!(
             !has("cuda", "lengths-captured-by-bucket") && has("cuda:graphs", "lengths-captured-by-bucket")
@@ -366,6 +436,16 @@ mod tests {
             );
         }
         assert!(known("mask-absent-since-capture"));
+        let devices = Some("all".to_owned());
+        let joined = EngineArgs { devices, ..EngineArgs::named(Some("cuda".to_owned())) };
+        for name in [
+            "one-rank-skips-the-query-gather",
+            "one-rank-skips-the-lse-gather",
+            "rank-without-context-skips-the-gather",
+            "one-rank-keeps-out-of-the-gather-of-a-larger-step",
+        ] {
+            assert!(joined.has_fault(name) && known(name) && !has("cuda", name), "{name}");
+        }
     }
 
     #[test]

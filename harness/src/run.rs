@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Instant;
 
 use shardcheck_cases::{Body, Case, Family};
-use shardcheck_engine::{Engine, OperationKind, Profile};
+use shardcheck_engine::{Configuration, Engine, OperationKind, Profile};
 
 use crate::event::{CaseResult, Check, Coverage};
 use crate::finding::Finding;
@@ -94,11 +94,16 @@ pub fn has_real_heads(case: &Case) -> bool {
     }
 }
 
+/// Whether a configuration has so few heads that each may be read by itself.
+pub fn has_few_heads(configuration: &Configuration) -> bool {
+    configuration.total_heads() <= 48
+}
+
 /// Whether a case is so small that variants of it, each with an oracle of its own, cost next to nothing.
 pub fn is_small(case: &Case) -> bool {
     match &case.body {
         Body::Attention(attention) => {
-            attention.configuration.total_heads() <= 48 && attention.workload.total_tokens() <= 2048
+            has_few_heads(&attention.configuration) && attention.workload.total_tokens() <= 2048
         }
         _ => true,
     }

@@ -221,7 +221,8 @@ fn time_protocol(args: &ProtocolArgs) -> Result<Exit, CommandError> {
         Some(command) => command.clone(),
         None => format!("{} adapter", std::env::current_exe().map_err(CommandError::internal)?.display()),
     };
-    let engine = EngineArgs { engine: Some(format!("exec:{command}")), start_timeout_s: 60.0 };
+    let named = EngineArgs::named(Some(format!("exec:{command}")));
+    let engine = EngineArgs { start_timeout_s: 60.0, ..named };
     let behind = engines::open(&engine, None, 60.0)?;
     let sizes_bytes = args.sizes.iter().map(|size| *size as usize).collect();
     let options = protocol::Options { runs: args.runs, sizes_bytes };

@@ -42,6 +42,10 @@ enum MutantsVerb {
         /// Print the faults that this engine has: `cpu`, `cuda` or `cuda:graphs`
         #[arg(long, value_name = "ENGINE")]
         engine: Option<String>,
+
+        /// Those that it has with joined devices (`all`, or numbers)
+        #[arg(long, value_name = "DEVICES")]
+        devices: Option<String>,
     },
     /// Let each fault fail some cases and see whether the diagnosis names it
     ///
@@ -110,7 +114,10 @@ pub enum Format {
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     match &args.verb {
         MutantsVerb::List { boundary: true, format, .. } => list_boundary(*format),
-        MutantsVerb::List { format, engine, .. } => list(*format, engine.clone()),
+        MutantsVerb::List { format, engine, devices, .. } => {
+            let args = EngineArgs::named(engine.clone());
+            list(*format, &EngineArgs { devices: devices.clone(), ..args })
+        }
         MutantsVerb::Matrix(args) => super::matrix::run(args),
         MutantsVerb::Run(args) if args.boundary => boundary(args),
         MutantsVerb::Run(args) => kill(args),
@@ -119,9 +126,12 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     }
 }
 
-fn list(format: Format, engine: Option<String>) -> Result<Exit, CommandError> {
-    let engine = EngineArgs { engine, start_timeout_s: 0.0 };
+fn list(format: Format, engine: &EngineArgs) -> Result<Exit, CommandError> {
     engine.check()?;
+    if !engine.is_in_process() {
+        // an empty list would look like an engine that nothing can be put into
+        return Err(engines::EngineChoiceError::NoFaults { engine: engine.name().to_owned() }.into());
+    }
     let mut out = std::io::stdout().lock();
     for fault in faults().iter().filter(|fault| engine.has_fault(fault.name)) {
         let line = match format {

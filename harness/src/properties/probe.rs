@@ -63,10 +63,13 @@ pub(super) const PROPERTIES: &[Property] = &[
     },
 ];
 
-/// The probes make their own inputs, so that one case of a configuration is enough: those of the token code, if small.
+/// The probes make their own inputs, so that one case of a configuration is enough: those of the token code, of few heads.
 fn spells(case: &Case) -> bool {
-    let chosen = |attention: &shardcheck_cases::AttentionCase| attention.probe == Probe::TokenCode;
-    crate::run::is_small(case) && matches!(&case.body, Body::Attention(attention) if chosen(attention))
+    // each head is read by itself; integers don't mind how many tokens there are
+    let chosen = |attention: &shardcheck_cases::AttentionCase| {
+        attention.probe == Probe::TokenCode && crate::run::has_few_heads(&attention.configuration)
+    };
+    matches!(&case.body, Body::Attention(attention) if chosen(attention))
 }
 
 fn ranks_of(case: &Case) -> usize {

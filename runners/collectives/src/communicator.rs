@@ -2,9 +2,10 @@
 
 use std::ffi::{c_int, c_void};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 use crate::CollectivesError;
-use crate::library::{Collectives, RawCommunicator, RawUniqueId};
+use crate::library::{Collectives, IN_PROGRESS, RawCommunicator, RawConfig, RawUniqueId};
 
 /// Name of a communicator, which one rank makes and hands to the others.
 #[derive(Clone, Copy)]
@@ -50,7 +51,8 @@ const SUM: c_int = 0;
 /// One rank of a communicator, on the device that was current when it was made. Every call enqueues work on a stream of that device.
 pub struct Communicator {
     library: Arc<Collectives>,
-    raw: RawCommunicator,
+    /// On the heap, where the library writes it, perhaps in the background.
+    raw: Box<AtomicPtr<c_void>>,
     rank: usize,
     world: usize,
 }
@@ -70,12 +72,52 @@ impl Communicator {
         rank: usize,
         world: usize,
     ) -> Result<Self, CollectivesError> {
-        let mut raw = std::ptr::null_mut();
+        let raw = Box::new(AtomicPtr::new(std::ptr::null_mut()));
         // SAFETY: the out pointer lives through the call; the name is passed by value.
         let code =
-            unsafe { (library.functions.init_rank)(&raw mut raw, world as c_int, id.0, rank as c_int) };
+            unsafe { (library.functions.init_rank)(raw.as_ptr(), world as c_int, id.0, rank as c_int) };
         library.checked("ncclCommInitRank", code)?;
         Ok(Self { library: Arc::clone(library), raw, rank, world })
+    }
+
+    /// The same without waiting for the others, for calls that never wait either: each returns at once, and the communicator is not used
+    /// again before it [is ready](Self::is_ready). One thread may join all ranks in [a group](Collectives::grouped), each with its device
+    /// the current one.
+    ///
+    /// # Errors
+    /// What the library says.
+    pub fn join_asynchronously(
+        library: &Arc<Collectives>,
+        id: &UniqueId,
+        rank: usize,
+        world: usize,
+    ) -> Result<Self, CollectivesError> {
+        let raw = Box::new(AtomicPtr::new(std::ptr::null_mut()));
+        let mut config = RawConfig::ASYNCHRONOUS;
+        // SAFETY: the out pointer stays where it is as long as the communicator; the configuration is read by the call.
+        let code = unsafe {
+            let (world, rank) = (world as c_int, rank as c_int);
+            (library.functions.init_rank_config)(raw.as_ptr(), world, id.0, rank, &raw mut config)
+        };
+        library.started("ncclCommInitRankConfig", code)?;
+        Ok(Self { library: Arc::clone(library), raw, rank, world })
+    }
+
+    /// Whether the last call has come to its end, so that its work is in the stream.
+    ///
+    /// # Errors
+    /// What went wrong in it.
+    pub fn is_ready(&self) -> Result<bool, CollectivesError> {
+        let mut state = 0;
+        // SAFETY: the communicator is alive and the out pointer lives through the call.
+        let code = unsafe { (self.library.functions.async_error)(self.raw(), &raw mut state) };
+        self.library.checked("ncclCommGetAsyncError", code)?;
+        self.library.started("a collective in the background", state)?;
+        Ok(state != IN_PROGRESS)
+    }
+
+    fn raw(&self) -> RawCommunicator {
+        self.raw.load(Ordering::Acquire)
     }
 
     /// This rank.
@@ -111,11 +153,11 @@ impl Communicator {
                 to as *mut c_void,
                 count,
                 element.code(),
-                self.raw,
+                self.raw(),
                 stream,
             )
         };
-        self.library.checked("ncclAllGather", code)
+        self.library.started("ncclAllGather", code)
     }
 
     /// `to [count]`: the sum over ranks of their `from [world, count]`, this rank's part.
@@ -141,11 +183,11 @@ impl Communicator {
                 count,
                 element.code(),
                 SUM,
-                self.raw,
+                self.raw(),
                 stream,
             )
         };
-        self.library.checked("ncclReduceScatter", code)
+        self.library.started("ncclReduceScatter", code)
     }
 
     /// `to [world, count]`: what every rank has for this one in its `from [world, count]`; a group of sends and receives, as releases before
@@ -165,45 +207,24 @@ impl Communicator {
         stream: *mut c_void,
     ) -> Result<(), CollectivesError> {
         let functions = &self.library.functions;
-        // SAFETY: the group is ended whatever is said in it.
-        self.library.checked("ncclGroupStart", unsafe { (functions.group_start)() })?;
-        let mut outcome = Ok(());
-        for peer in 0..self.world {
-            let at = (peer * count * element_bytes) as u64;
-            // SAFETY: the caller's promise; the parts of a peer lie inside both.
-            let codes = unsafe {
-                [
-                    (
-                        "ncclSend",
-                        (functions.send)(
-                            (from + at) as *const c_void,
-                            count,
-                            element.code(),
-                            peer as c_int,
-                            self.raw,
-                            stream,
-                        ),
-                    ),
-                    (
-                        "ncclRecv",
-                        (functions.receive)(
-                            (to + at) as *mut c_void,
-                            count,
-                            element.code(),
-                            peer as c_int,
-                            self.raw,
-                            stream,
-                        ),
-                    ),
-                ]
-            };
-            for (call, code) in codes {
-                outcome = outcome.and_then(|()| self.library.checked(call, code));
+        self.library.grouped(|| {
+            for peer in 0..self.world {
+                let at = (peer * count * element_bytes) as u64;
+                // SAFETY: the caller's promise; the parts of a peer lie inside both.
+                let codes = unsafe {
+                    let (code, peer, raw) = (element.code(), peer as c_int, self.raw());
+                    let (from, to) = ((from + at) as *const c_void, (to + at) as *mut c_void);
+                    [
+                        ("ncclSend", (functions.send)(from, count, code, peer, raw, stream)),
+                        ("ncclRecv", (functions.receive)(to, count, code, peer, raw, stream)),
+                    ]
+                };
+                for (call, code) in codes {
+                    self.library.started(call, code)?;
+                }
             }
-        }
-        // SAFETY: the group was started above.
-        let ended = self.library.checked("ncclGroupEnd", unsafe { (functions.group_end)() });
-        outcome.and(ended)
+            Ok(())
+        })
     }
 
     /// Whether something went wrong in the background, such as a peer that died.
@@ -213,7 +234,7 @@ impl Communicator {
     pub fn check(&self) -> Result<(), CollectivesError> {
         let mut state = 0;
         // SAFETY: the communicator is alive and the out pointer lives through the call.
-        let code = unsafe { (self.library.functions.async_error)(self.raw, &raw mut state) };
+        let code = unsafe { (self.library.functions.async_error)(self.raw(), &raw mut state) };
         self.library.checked("ncclCommGetAsyncError", code)?;
         self.library.checked("a collective in the background", state)
     }
@@ -222,18 +243,19 @@ impl Communicator {
     ///
     /// # Errors
     /// What the library says.
-    pub fn abort(mut self) -> Result<(), CollectivesError> {
-        let raw = std::mem::replace(&mut self.raw, std::ptr::null_mut());
+    pub fn abort(self) -> Result<(), CollectivesError> {
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
         // SAFETY: the communicator is alive and is not used again.
-        self.library.checked("ncclCommAbort", unsafe { (self.library.functions.abort)(raw) })
+        self.library.started("ncclCommAbort", unsafe { (self.library.functions.abort)(raw) })
     }
 }
 
 impl Drop for Communicator {
     fn drop(&mut self) {
-        if !self.raw.is_null() {
+        let raw = self.raw.swap(std::ptr::null_mut(), Ordering::AcqRel);
+        if !raw.is_null() {
             // SAFETY: the communicator is alive and is not used again; an error has nobody to be told to.
-            unsafe { (self.library.functions.destroy)(self.raw) };
+            unsafe { (self.library.functions.destroy)(raw) };
         }
     }
 }

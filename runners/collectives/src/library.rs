@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
+use std::mem::ManuallyDrop;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -42,6 +43,27 @@ impl fmt::Display for Vendor {
 #[repr(C)]
 pub struct RawUniqueId(pub [u8; 128]);
 
+/// The first fields of `ncclConfig_t`, as NCCL 2.14 and every RCCL with the function know it; `size` and `version` say that there are
+/// no more.
+#[repr(C)]
+pub struct RawConfig {
+    size: usize,
+    magic: u32,
+    version: u32,
+    blocking: c_int,
+}
+
+impl RawConfig {
+    /// Calls that return at once and are asked for their end.
+    pub const ASYNCHRONOUS: Self = Self {
+        // up to the last field: what is behind it would be taken for the next one
+        size: std::mem::offset_of!(Self, blocking) + size_of::<c_int>(),
+        magic: 0xCAFE_BEEF,
+        version: 21_400,
+        blocking: 0,
+    };
+}
+
 pub type RawCommunicator = *mut c_void;
 pub type Stream = *mut c_void;
 
@@ -64,6 +86,7 @@ functions! {
     version = "ncclGetVersion": fn(*mut c_int);
     unique_id = "ncclGetUniqueId": fn(*mut RawUniqueId);
     init_rank = "ncclCommInitRank": fn(*mut RawCommunicator, c_int, RawUniqueId, c_int);
+    init_rank_config = "ncclCommInitRankConfig": fn(*mut RawCommunicator, c_int, RawUniqueId, c_int, *mut RawConfig);
     destroy = "ncclCommDestroy": fn(RawCommunicator);
     abort = "ncclCommAbort": fn(RawCommunicator);
     async_error = "ncclCommGetAsyncError": fn(RawCommunicator, *mut c_int);
@@ -79,9 +102,24 @@ functions! {
 pub struct Collectives {
     pub(crate) functions: Functions,
     error_string: unsafe extern "C" fn(c_int) -> *const c_char,
-    // functions point into it
-    _library: Library,
+    // Functions point into it. It is never closed: threads of the library may outlive a communicator.
+    _library: ManuallyDrop<Library>,
 }
+
+/// What turns multicast over NVLink off, which NCCL would turn on by itself. It reads its environment once, when it is first called.
+const MULTICAST: &str = "NCCL_NVLS_ENABLE";
+
+/// Multicast over NVLink holds a resource of the host's switch that a program which ends badly may keep from everyone: it stays off
+/// unless the environment says otherwise.
+fn leave_multicast_off() {
+    if std::env::var_os(MULTICAST).is_none() {
+        // SAFETY: nothing of this program reads the environment other than through `std::env`, whose lock this takes.
+        unsafe { std::env::set_var(MULTICAST, "0") };
+    }
+}
+
+/// `ncclInProgress`: a call of an asynchronous communicator goes on in the background.
+pub const IN_PROGRESS: c_int = 7;
 
 impl Collectives {
     /// Opens the vendor's library, by its file where one is given.
@@ -93,6 +131,7 @@ impl Collectives {
             Some(file) => vec![file.to_owned()],
             None => vendor.names().iter().map(PathBuf::from).collect(),
         };
+        leave_multicast_off();
         let mut reason = String::new();
         for name in names {
             // SAFETY: the initialisers are those of a vendor's library.
@@ -112,7 +151,7 @@ impl Collectives {
             unsafe { library.get::<unsafe extern "C" fn(c_int) -> *const c_char>(function.as_bytes()) };
         let error_string =
             *symbol.map_err(|_| CollectivesError::Function { file: file.to_owned(), function })?;
-        Ok(Arc::new(Self { functions, error_string, _library: library }))
+        Ok(Arc::new(Self { functions, error_string, _library: ManuallyDrop::new(library) }))
     }
 
     /// Version as the library counts it: 22803 is 2.28.3.
@@ -124,6 +163,24 @@ impl Collectives {
         // SAFETY: the out pointer lives through the call.
         self.checked("ncclGetVersion", unsafe { (self.functions.version)(&raw mut version) })?;
         Ok(version)
+    }
+
+    /// Runs `calls` as one group: collectives of several communicators of this thread, none of which waits for another's call.
+    ///
+    /// # Errors
+    /// What the calls say, else what the library says of their group.
+    pub fn grouped<E: From<CollectivesError>>(&self, calls: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        // SAFETY: the group is ended whatever is said in it.
+        self.started("ncclGroupStart", unsafe { (self.functions.group_start)() })?;
+        let outcome = calls();
+        // SAFETY: the group was started above.
+        let ended = self.started("ncclGroupEnd", unsafe { (self.functions.group_end)() });
+        outcome.and(ended.map_err(E::from))
+    }
+
+    /// As [`Self::checked`], for calls that may go on in the background.
+    pub(crate) fn started(&self, call: &'static str, code: c_int) -> Result<(), CollectivesError> {
+        if code == IN_PROGRESS { Ok(()) } else { self.checked(call, code) }
     }
 
     pub(crate) fn checked(&self, call: &'static str, code: c_int) -> Result<(), CollectivesError> {

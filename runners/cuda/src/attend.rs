@@ -2,16 +2,16 @@
 
 use std::sync::Arc;
 
-use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
+use shardcheck_engine::{Configuration, EffectivePath, EngineError, LaneOrder, LseBase, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
-use crate::batch::{Batch, DeviceBatch, bytes_of, contiguous, query_rows};
+use crate::batch::DeviceBatch;
 use crate::caches::{Caches, check};
 use crate::exchange::{Backend, MergeBuffers, MergeShape, Route, Wire};
 use crate::layout::row_metadata;
 use crate::queue::{Argument, Buffer, Extent, Queue};
-use crate::session::ReplayFault;
 use crate::shape::{Shape, head_blocks};
+use crate::team::{Absence, Seat, Team};
 
 /// Most bytes of the accumulators of segments.
 const MAX_SEGMENT_BYTES: usize = 8 << 30;
@@ -91,8 +91,18 @@ pub struct Bucket {
     pub projects: bool,
 }
 
-/// Everything of a step that lies on the device.
+/// Everything of a step that lies on the devices.
 pub struct Step {
+    bucket: Bucket,
+    kernel: Kernel,
+    route: Route,
+    width: i32,
+    parts: Vec<Part>,
+    merge: MergeBuffers,
+}
+
+/// What lies on one device.
+pub struct Part {
     bucket: Bucket,
     shape: Shape,
     kernel: Kernel,
@@ -102,6 +112,8 @@ pub struct Step {
     pub query: Buffer,
     pub w_uv: Buffer,
     own_query: Buffer,
+    /// Queries of every member for each rank, where a collective brings them.
+    member_query: Buffer,
     kernel_query: Buffer,
     row_lens: Buffer,
     row_requests: Buffer,
@@ -111,7 +123,6 @@ pub struct Step {
     latent: Buffer,
     partial: Buffer,
     partial_lse: Buffer,
-    merge: MergeBuffers,
     merged: Buffer,
     out: Buffer,
     lse: Buffer,
@@ -123,24 +134,134 @@ impl Step {
     ///
     /// # Errors
     /// What the driver says, such as that there is no memory left.
-    pub fn allocate(
-        queue: &Arc<Queue>,
-        configuration: &Configuration,
-        shape: &Shape,
-        bucket: Bucket,
-    ) -> Result<Self, EngineError> {
-        let kernel = Kernel::of(queue, configuration, shape);
+    pub fn allocate(team: &Team, configuration: &Configuration, bucket: Bucket) -> Result<Self, EngineError> {
+        let kernel = Kernel::of(&team.first().queue, configuration, &team.first().shape);
         let route = Route::of(configuration, bucket.projects);
-        let (ranks, own, heads, width) =
-            (shape.ranks as usize, shape.own as usize, shape.heads as usize, shape.width as usize);
-        let (key_dim, value_dim, v_head_dim) =
-            (shape.key_dim as usize, shape.value_dim as usize, configuration.attention.v_head_dim());
-        let at = ranks * bucket.rows;
-        let weights = if bucket.projects { ranks * own * value_dim * v_head_dim * 2 } else { 0 };
-        let (partial_dim, out_dim) = dims(&route, bucket.projects, value_dim, v_head_dim);
-        let merge = MergeShape { rows: bucket.rows, heads, dim: partial_dim, wire: Wire::Half };
+        let (value_dim, v_head_dim) =
+            (configuration.attention.value_dim(), configuration.attention.v_head_dim());
+        let (dim, _) = dims(&route, bucket.projects, value_dim, v_head_dim);
+        let heads = configuration.gathered_heads();
+        let merge = MergeShape { rows: bucket.rows, heads, dim, wire: Wire::Half, lse_base: LseBase::E };
+        let part = |seat: &Seat| Part::allocate(seat, team.has_fabric(), v_head_dim, (kernel, route, bucket));
+        Ok(Self {
+            bucket,
+            kernel,
+            route,
+            width: team.first().shape.width,
+            parts: team.each(part)?,
+            merge: MergeBuffers::allocate(team, merge, route.backend)?,
+        })
+    }
+
+    /// The facts of its path.
+    pub fn report(&self, order: LaneOrder) -> EffectivePath {
+        self.route
+            .report(order)
+            .with("kernel_heads", self.width)
+            .with("kernel", self.kernel.name())
+            .with("segments", self.bucket.segments)
+    }
+
+    /// What lies on each device.
+    pub fn parts(&self) -> &[Part] {
+        &self.parts
+    }
+
+    /// Enqueues the whole step over what its buffers hold. Every buffer that a kernel writes is poisoned first, so that what nobody writes
+    /// shows as NaN.
+    ///
+    /// # Errors
+    /// What the driver or the collectives say.
+    pub fn enqueue(&self, team: &Team, caches: &[Caches], larger: bool) -> Result<(), EngineError> {
+        let queues = || team.seats().iter().map(|seat| &seat.queue);
+        for (queue, part) in queues().zip(&self.parts) {
+            part.poison(queue)?;
+        }
+        if self.bucket.rows == 0 {
+            team.pass(self.collectives());
+            return Ok(());
+        }
+        for (queue, part) in queues().zip(&self.parts) {
+            let (rows, metadata) = (self.bucket.rows, &part.metadata);
+            row_metadata(queue, &part.shape, metadata, rows, &part.row_lens, &part.row_requests)?;
+            part.select_query(queue)?;
+        }
+        self.gather_query(team, larger)?;
+        for ((queue, part), caches) in queues().zip(&self.parts).zip(caches) {
+            part.local_attention(queue, caches)?;
+            part.project_before(queue)?;
+        }
+        let from: Vec<_> = self.parts.iter().map(|part| (part.own_partial(), &part.partial_lse)).collect();
+        let to: Vec<_> = self.parts.iter().map(|part| (part.own_merged(), &part.lse)).collect();
+        self.merge.enqueue(team, &from, &to)?;
+        for (queue, part) in queues().zip(&self.parts) {
+            part.project_after(queue)?;
+        }
+        Ok(())
+    }
+
+    /// Brings every rank the queries of its group, where ranks do not have them themselves. `larger` says whether the step has more rows
+    /// than the first of its session.
+    fn gather_query(&self, team: &Team, larger: bool) -> Result<(), EngineError> {
+        if self.route.query_replication {
+            return Ok(());
+        }
+        let world = team.first().shape.world as usize;
+        // a world of one has nobody to bring anything
+        let exchanged = team.has_fabric() && world > 1;
+        if exchanged {
+            let from: Vec<&Buffer> = self.parts.iter().map(|part| &part.own_query).collect();
+            let to: Vec<&Buffer> = self.parts.iter().map(|part| &part.member_query).collect();
+            let Shape { own, key_dim, .. } = team.first().shape;
+            let skips = match team.absence {
+                Some(Absence::QueryGather) => true,
+                Some(Absence::LargerStep) => larger,
+                _ => false,
+            };
+            let keeps_out = |rank: usize| skips && rank % world == world - 1;
+            let bytes = self.bucket.rows * (own * key_dim) as usize * 2;
+            team.gather("all_gather_query", &from, &to, bytes, &keeps_out)?;
+        }
+        for (Seat { queue, .. }, part) in team.seats().iter().zip(&self.parts) {
+            part.arrange_query(queue, exchanged)?;
+        }
+        Ok(())
+    }
+
+    /// Reads the outputs of the first `rows` rows, once the step has run.
+    ///
+    /// # Errors
+    /// What the driver says, and a crash for an address that was not the cache's.
+    pub fn outputs(&self, team: &Team, rows: usize) -> Result<Tensors, EngineError> {
+        let parts = team.seats().iter().zip(&self.parts);
+        let outputs = parts.map(|(seat, part)| part.outputs(&seat.queue, rows));
+        team.assemble(outputs.collect::<Result<_, _>>()?)
+    }
+
+    /// Collectives that a rank enters.
+    pub fn collectives(&self) -> u64 {
+        let gathers = self.route.backend != Backend::None && !self.route.query_replication;
+        u64::from(gathers) + self.route.merge_collectives()
+    }
+}
+
+impl Part {
+    fn allocate(
+        Seat { queue, shape }: &Seat,
+        exchanged: bool,
+        v_head_dim: usize,
+        (kernel, route, bucket): (Kernel, Route, Bucket),
+    ) -> Result<Self, EngineError> {
+        let [ranks, own, heads, width, world] =
+            [shape.ranks, shape.own, shape.heads, shape.width, shape.world].map(|extent| extent as usize);
+        let (key_dim, value_dim) = (shape.key_dim as usize, shape.value_dim as usize);
+        let (at, all_heads) = (ranks * bucket.rows, shape.all as usize * own);
+        let weights = if bucket.projects { all_heads * value_dim * v_head_dim * 2 } else { 0 };
+        let (_, out_dim) = dims(&route, bucket.projects, value_dim, v_head_dim);
         let projects_before = bucket.projects && route.project_before_merge;
         let projects_after = bucket.projects && !route.project_before_merge;
+        let own_query = at * own * key_dim * 2;
+        let members = if exchanged && !route.query_replication { world } else { 0 };
         Ok(Self {
             bucket,
             shape: *shape,
@@ -148,9 +269,10 @@ impl Step {
             route,
             v_head_dim,
             metadata: DeviceBatch::with_room(queue, bucket.requests, bucket.entries)?,
-            query: queue.allocate(bucket.rows * ranks * own * key_dim * 2)?,
+            query: queue.allocate(bucket.rows * all_heads * key_dim * 2)?,
             w_uv: queue.allocate(weights)?,
-            own_query: queue.allocate(at * own * key_dim * 2)?,
+            own_query: queue.allocate(own_query)?,
+            member_query: queue.allocate(own_query * members)?,
             kernel_query: queue.allocate(at * width * key_dim * 2)?,
             row_lens: queue.allocate(4 * at)?,
             row_requests: queue.allocate(4 * bucket.rows)?,
@@ -160,7 +282,6 @@ impl Step {
             latent: queue.allocate(at * heads * value_dim * 2)?,
             partial: queue.allocate(if projects_before { at * heads * v_head_dim * 2 } else { 0 })?,
             partial_lse: queue.allocate(4 * at * heads)?,
-            merge: MergeBuffers::allocate(queue, shape, merge, route.backend)?,
             merged: queue.allocate(if projects_after { at * own * value_dim * 2 } else { 0 })?,
             out: queue.allocate(at * own * out_dim * 2)?,
             lse: queue.allocate(4 * at * own)?,
@@ -168,16 +289,11 @@ impl Step {
         })
     }
 
-    /// Enqueues the whole step over what its buffers hold. Every buffer that a kernel writes is poisoned first, so that what nobody writes
-    /// shows as NaN.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn enqueue(&self, queue: &Arc<Queue>, caches: &Caches) -> Result<(), EngineError> {
-        let rows = self.bucket.rows;
+    fn poison(&self, queue: &Arc<Queue>) -> Result<(), EngineError> {
         queue.fill(&self.error, 0)?;
         for buffer in [
             &self.own_query,
+            &self.member_query,
             &self.kernel_query,
             &self.latent,
             &self.partial,
@@ -189,41 +305,59 @@ impl Step {
         for buffer in [&self.out, &self.lse, &self.max, &self.sum, &self.row_lens] {
             queue.fill(buffer, 0xFF)?;
         }
-        if rows == 0 {
-            return Ok(());
-        }
-        row_metadata(queue, &self.shape, &self.metadata, rows, &self.row_lens, &self.row_requests)?;
-        self.gather_query(queue)?;
-        self.local_attention(queue, caches)?;
-        let projects_before = self.bucket.projects && self.route.project_before_merge;
-        let partial = if projects_before {
-            self.project(queue, &self.latent, self.shape.heads, true, &self.partial)?;
-            &self.partial
-        } else {
-            &self.latent
-        };
-        let projects_after = self.bucket.projects && !self.route.project_before_merge;
-        let merged = if projects_after { &self.merged } else { &self.out };
-        self.merge.enqueue(queue, &self.shape, (partial, &self.partial_lse), (merged, &self.lse))?;
-        if projects_after {
-            self.project(queue, &self.merged, self.shape.own, false, &self.out)?;
-        }
         Ok(())
     }
 
-    fn gather_query(&self, queue: &Arc<Queue>) -> Result<(), EngineError> {
-        let Shape { ranks, own, width, key_dim, .. } = self.shape;
-        let rows = Argument::Int(self.bucket.rows as i32);
-        let session = Argument::Shape(self.shape);
-        let elements = |heads: i32| ranks as usize * self.bucket.rows * (heads * key_dim) as usize;
-        let (query, own_query, kernel_query) =
-            (self.query.argument(), self.own_query.argument(), self.kernel_query.argument());
-        if self.route.query_replication {
-            let arguments = [session, query, rows, kernel_query];
-            return queue.launch("select_group_heads", Extent::over(elements(width)), &arguments);
+    fn own_partial(&self) -> &Buffer {
+        if self.bucket.projects && self.route.project_before_merge { &self.partial } else { &self.latent }
+    }
+
+    fn own_merged(&self) -> &Buffer {
+        if self.bucket.projects && !self.route.project_before_merge { &self.merged } else { &self.out }
+    }
+
+    fn project_before(&self, queue: &Arc<Queue>) -> Result<(), EngineError> {
+        if !self.bucket.projects || !self.route.project_before_merge {
+            return Ok(());
         }
-        queue.launch("select_own_heads", Extent::over(elements(own)), &[session, query, rows, own_query])?;
-        queue.launch("gather_heads", Extent::over(elements(width)), &[session, own_query, rows, kernel_query])
+        self.project(queue, &self.latent, self.shape.heads, true, &self.partial)
+    }
+
+    fn project_after(&self, queue: &Arc<Queue>) -> Result<(), EngineError> {
+        if !self.bucket.projects || self.route.project_before_merge {
+            return Ok(());
+        }
+        self.project(queue, &self.merged, self.shape.own, false, &self.out)
+    }
+
+    fn elements(&self, heads: i32) -> usize {
+        self.shape.ranks as usize * self.bucket.rows * (heads * self.shape.key_dim) as usize
+    }
+
+    /// Enqueues the queries that each rank makes itself: those of its group where they are replicated, else its own.
+    fn select_query(&self, queue: &Arc<Queue>) -> Result<(), EngineError> {
+        let Shape { own, width, .. } = self.shape;
+        let (kernel, heads, target) = if self.route.query_replication {
+            ("select_group_heads", width, &self.kernel_query)
+        } else {
+            ("select_own_heads", own, &self.own_query)
+        };
+        let rows = Argument::Int(self.bucket.rows as i32);
+        let arguments = [Argument::Shape(self.shape), self.query.argument(), rows, target.argument()];
+        queue.launch(kernel, Extent::over(self.elements(heads)), &arguments)
+    }
+
+    /// Enqueues the kernel's query out of those of the members, which a collective brought where they were `exchanged`.
+    fn arrange_query(&self, queue: &Arc<Queue>, exchanged: bool) -> Result<(), EngineError> {
+        let from = if exchanged { &self.member_query } else { &self.own_query };
+        let arguments = [
+            Argument::Shape(self.shape),
+            from.argument(),
+            Argument::Int(i32::from(exchanged)),
+            Argument::Int(self.bucket.rows as i32),
+            self.kernel_query.argument(),
+        ];
+        queue.launch("gather_heads", Extent::over(self.elements(self.shape.width)), &arguments)
     }
 
     /// Enqueues the attention of the gathered heads and the partial that comes of it.
@@ -282,16 +416,6 @@ impl Step {
         queue.launch("finish_segments", Extent::blocks(at, self.shape.heads as usize, 1), &arguments)
     }
 
-    /// Lengths of rows, `[ranks, T]`.
-    pub fn row_lens(&self) -> &Buffer {
-        &self.row_lens
-    }
-
-    /// Requests of rows, `[T]`.
-    pub fn row_requests(&self) -> &Buffer {
-        &self.row_requests
-    }
-
     fn project(
         &self,
         queue: &Arc<Queue>,
@@ -315,11 +439,7 @@ impl Step {
         queue.launch("project_heads", extent, &arguments)
     }
 
-    /// Reads the outputs of the first `rows` rows, once the step has run.
-    ///
-    /// # Errors
-    /// What the driver says, and a crash for an address that was not the cache's.
-    pub fn outputs(&self, queue: &Arc<Queue>, rows: usize) -> Result<Tensors, EngineError> {
+    fn outputs(&self, queue: &Arc<Queue>, rows: usize) -> Result<Tensors, EngineError> {
         check(queue, &self.error)?;
         let Shape { ranks, own, heads, width, key_dim, value_dim, .. } = self.shape;
         let [ranks, own, heads] = [ranks, own, heads].map(|extent| extent as usize);
@@ -372,12 +492,6 @@ impl Step {
         }
         Ok(to)
     }
-
-    /// Collectives that a rank enters.
-    pub fn collectives(&self) -> u64 {
-        let gathers = self.route.backend != Backend::None && !self.route.query_replication;
-        u64::from(gathers) + self.route.merge_collectives()
-    }
 }
 
 /// Width of a partial and of an output.
@@ -392,113 +506,4 @@ fn first_rows(bytes: Vec<u8>, ranks: usize, held: usize, rows: usize, row_bytes:
         return bytes;
     }
     (0..ranks).flat_map(|rank| bytes[rank * held * row_bytes..][..rows * row_bytes].iter().copied()).collect()
-}
-
-/// What a step is asked, checked and on the host.
-pub struct Question {
-    pub batch: Batch,
-    pub causal: bool,
-    pub query: Vec<u8>,
-    pub w_uv: Option<Vec<u8>>,
-}
-
-impl Question {
-    /// Reads the inputs.
-    ///
-    /// # Errors
-    /// [`EngineError::Input`] for tensors that do not fit.
-    pub fn read(inputs: &Tensors, configuration: &Configuration, causal: bool) -> Result<Self, EngineError> {
-        let rows = query_rows(inputs, configuration)?;
-        let batch = Batch::read(inputs, "seq_lens", Some(rows))?;
-        let attention = configuration.attention;
-        let shape = [rows, configuration.total_heads(), attention.qk_dim()];
-        let query = contiguous(inputs, "query", Dtype::Bf16, &shape)?;
-        let weights = [configuration.total_heads(), attention.value_dim(), attention.v_head_dim()];
-        let w_uv = match inputs.find("w_uv") {
-            Some(_) => Some(contiguous(inputs, "w_uv", Dtype::Bf16, &weights)?),
-            None => None,
-        };
-        Ok(Self { batch, causal, query, w_uv })
-    }
-
-    /// Most tokens that a row sees on a rank, and those of all rows on all ranks, at most.
-    pub fn tokens(&self, shape: &Shape) -> (usize, usize) {
-        let round = (shape.interleave * shape.world) as usize;
-        let local = |len: i32| {
-            let len = len as usize;
-            len / round * shape.interleave as usize + (len % round).min(shape.interleave as usize)
-        };
-        let lens = || self.batch.lens.iter().map(|len| local(*len));
-        let rows = self.batch.starts.windows(2).map(|edge| (edge[1] - edge[0]) as usize);
-        let total = rows.zip(lens()).map(|(rows, len)| rows * len).sum::<usize>();
-        (lens().max().unwrap_or(0), total * shape.ranks as usize)
-    }
-
-    /// Puts the question into the buffers of a step. Rows and requests beyond those of the question are padding.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn ask(&self, queue: &Arc<Queue>, step: &Step) -> Result<(), EngineError> {
-        self.ask_as(queue, step, None, false)
-    }
-
-    /// The same, leaving as it was what a fault leaves.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn ask_as(
-        &self,
-        queue: &Arc<Queue>,
-        step: &Step,
-        fault: Option<ReplayFault>,
-        captured_without_mask: bool,
-    ) -> Result<(), EngineError> {
-        let masked = !(fault == Some(ReplayFault::Mask) && captured_without_mask);
-        step.metadata.write_header(queue, &self.batch, self.causal && masked)?;
-        if !matches!(fault, Some(ReplayFault::Lengths | ReplayFault::LateLengths)) {
-            self.write_lengths(queue, step)?;
-        }
-        if fault != Some(ReplayFault::Rows) {
-            queue.write(&step.metadata.starts, &bytes_of(&self.batch.starts))?;
-        }
-        if fault != Some(ReplayFault::Table) {
-            queue.write(&step.metadata.table, &bytes_of(&self.batch.table))?;
-        }
-        queue.write(&step.query, &self.query)?;
-        queue.write(&step.w_uv, self.w_uv.as_deref().unwrap_or_default())
-    }
-
-    /// Puts the lengths of requests into the buffers of a step.
-    ///
-    /// # Errors
-    /// What the driver says.
-    pub fn write_lengths(&self, queue: &Arc<Queue>, step: &Step) -> Result<(), EngineError> {
-        queue.write(&step.metadata.lens, &bytes_of(&self.batch.lens))
-    }
-
-    /// The reply, once the step has run.
-    ///
-    /// # Errors
-    /// As [`Step::outputs`].
-    pub fn reply(
-        &self,
-        queue: &Arc<Queue>,
-        configuration: &Configuration,
-        step: &Step,
-    ) -> Result<Reply, EngineError> {
-        let outputs = step.outputs(queue, self.batch.rows)?;
-        let route = match (self.causal, self.batch.max_query_len()) {
-            (false, _) => "draft",
-            (true, 0 | 1) => "decode",
-            (true, _) => "verify",
-        };
-        let effective = step
-            .route
-            .report(configuration.lane_order)
-            .with("route", route)
-            .with("kernel_heads", step.shape.width)
-            .with("kernel", step.kernel.name())
-            .with("segments", step.bucket.segments);
-        Ok(Reply { outputs, effective, collectives: vec![step.collectives(); configuration.tp] })
-    }
 }

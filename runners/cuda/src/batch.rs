@@ -23,7 +23,7 @@ impl Batch {
     /// # Errors
     /// [`EngineError::Input`] for tensors that do not fit, a crash for starts or lengths that no batch has.
     pub fn read(inputs: &Tensors, lens: &str, rows: Option<usize>) -> Result<Self, EngineError> {
-        let (table, requests, width) = read_table(inputs)?;
+        let (table, requests, width) = read_table(inputs, "block_table")?;
         let lens_of = read_i32(inputs.get(lens)?.expect(lens, Dtype::I32, &[requests])?);
         let starts = read_i32(inputs.get("query_start_loc")?.expect(
             "query_start_loc",
@@ -41,6 +41,11 @@ impl Batch {
             return Err(crash(format!("{lens} holds a negative length")));
         }
         Ok(Self { lens: lens_of, starts, table, width, rows })
+    }
+
+    /// A block table alone, of requests without tokens.
+    pub fn of_table((table, requests, width): (Vec<i32>, usize, usize)) -> Self {
+        Self { lens: vec![0; requests], starts: vec![0; requests + 1], table, width, rows: 0 }
     }
 
     /// Number of requests.
@@ -108,16 +113,16 @@ impl DeviceBatch {
     }
 }
 
-/// Entries, requests and width of the block table.
+/// Entries, requests and width of a block table.
 ///
 /// # Errors
 /// [`EngineError::Input`] for a tensor that is not `i32 [n, width]`.
-pub fn read_table(inputs: &Tensors) -> Result<(Vec<i32>, usize, usize), EngineError> {
-    let tensor = inputs.get("block_table")?;
+pub fn read_table(inputs: &Tensors, name: &str) -> Result<(Vec<i32>, usize, usize), EngineError> {
+    let tensor = inputs.get(name)?;
     let &[requests, width] = tensor.shape() else {
-        return Err(wrong_shape("block_table", tensor, vec![0, 0]));
+        return Err(wrong_shape(name, tensor, vec![0, 0]));
     };
-    tensor.expect("block_table", Dtype::I32, &[requests, width])?;
+    tensor.expect(name, Dtype::I32, &[requests, width])?;
     Ok((read_i32(tensor), requests, width))
 }
 

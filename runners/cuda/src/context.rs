@@ -13,6 +13,7 @@ use crate::exchange::{Backend, Route, Wire};
 use crate::queue::{Argument, Buffer, Extent, Queue};
 use crate::shape::{Shape, dense_block_heads};
 use crate::states::{MERGE_CHUNK, MERGE_SUFFIX, enqueue_merge, whole};
+use crate::team::{Absence, Seat, Team};
 
 /// Local rows per request and the windows that cover them, one a chunk and at least one: contexts padded to whole blocks, chunks of whole
 /// blocks, as many as the budget holds over all ranks and requests (ATOM `_build_mla_chunk_meta_dcp`).
@@ -61,17 +62,50 @@ fn held(batch: &Batch, shape: &Shape) -> Vec<usize> {
 
 /// What all chunks of a step share.
 struct Walk<'a> {
-    queue: &'a Arc<Queue>,
+    team: &'a Team,
     configuration: &'a Configuration,
+    batch: &'a Batch,
+    seats: Vec<SeatWalk<'a>>,
+}
+
+/// The same on one device.
+struct SeatWalk<'a> {
+    queue: &'a Arc<Queue>,
     shape: &'a Shape,
+    configuration: &'a Configuration,
     batch: &'a Batch,
     metadata: DeviceBatch,
     caches: &'a Caches,
     query: Buffer,
+    new_keys: Buffer,
+    new_values: Option<Buffer>,
     keys: Buffer,
     values: Buffer,
     total: usize,
     error: Buffer,
+}
+
+/// What a step is given, on the host.
+struct Given {
+    query: Vec<u8>,
+    key: Vec<u8>,
+    value: Option<Vec<u8>>,
+}
+
+impl Given {
+    fn read(inputs: &Tensors, configuration: &Configuration, rows: usize) -> Result<Self, EngineError> {
+        let attention = configuration.attention;
+        let bf16 = |name: &str, shape: &[usize]| contiguous(inputs, name, Dtype::Bf16, shape);
+        let of_kv = |name: &str, dim: usize| -> Result<Vec<u8>, EngineError> {
+            Ok(widened(&bf16(name, &[rows, attention.kv_heads(), dim])?))
+        };
+        let value = if attention.is_mla() { None } else { Some(of_kv("value", attention.value_dim())?) };
+        Ok(Self {
+            query: bf16("query", &[rows, configuration.total_heads(), attention.qk_dim()])?,
+            key: of_kv("key", attention.qk_dim())?,
+            value,
+        })
+    }
 }
 
 /// Performs the step; `context_lens` are the cached lengths.
@@ -79,61 +113,36 @@ struct Walk<'a> {
 /// # Errors
 /// As [`shardcheck_engine::Session::step`].
 pub fn attend_context(
-    queue: &Arc<Queue>,
+    team: &Team,
     configuration: &Configuration,
-    shape: &Shape,
-    caches: &Caches,
+    caches: &[Caches],
     inputs: &Tensors,
     chunk_budget_tokens: usize,
 ) -> Result<Reply, EngineError> {
     let rows = query_rows(inputs, configuration)?;
     let batch = Batch::read(inputs, "context_lens", Some(rows))?;
-    let attention = configuration.attention;
-    let (ranks, own, dim) = (configuration.tp, configuration.heads_per_rank, attention.value_dim());
-    let bf16 = |name: &str, shape: &[usize]| contiguous(inputs, name, Dtype::Bf16, shape);
-    let query = bf16("query", &[rows, configuration.total_heads(), attention.qk_dim()])?;
-    let new_keys = widened(queue, &bf16("key", &[rows, attention.kv_heads(), attention.qk_dim()])?)?;
-    let new_values = if attention.is_mla() {
-        None
-    } else {
-        Some(widened(queue, &bf16("value", &[rows, attention.kv_heads(), dim])?)?)
-    };
-    let plan = ChunkPlan::of(&batch.lens, chunk_budget_tokens, shape);
-    let total = batch.lens.iter().map(|len| *len as usize).sum::<usize>();
-    let room = |width: usize| queue.allocate(4 * ranks * total * attention.kv_heads() * width);
-    let walk = Walk {
-        queue,
-        configuration,
-        shape,
-        batch: &batch,
-        metadata: DeviceBatch::upload(queue, &batch, true)?,
-        caches,
-        query: queue.upload(&query)?,
-        keys: room(attention.qk_dim())?,
-        values: if attention.is_mla() { queue.allocate(0)? } else { room(dim)? },
-        total,
-        error: queue.upload_i32(&[0])?,
-    };
-    queue.fill(&walk.keys, 0xFF)?;
-    queue.fill(&walk.values, 0xFF)?;
+    let given = Given::read(inputs, configuration, rows)?;
+    let whole = Shape::of(configuration);
+    let plan = ChunkPlan::of(&batch.lens, chunk_budget_tokens, &whole);
+    let seats = team.seats().iter().zip(caches);
+    let seats = seats.map(|(seat, caches)| SeatWalk::new(seat, configuration, &batch, caches, &given));
+    let walk = Walk { team, configuration, batch: &batch, seats: seats.collect::<Result<_, _>>()? };
 
-    let context = walk.empty_state()?;
-    let states = (ranks * rows * own, dim);
+    let contexts = walk.each(SeatWalk::empty_state)?;
     let mut chunks = Chunks::default();
     for window in &plan.windows {
         let (counts, gathers) = walk.gather(&plan.padded, window, chunks.tokens)?;
-        let state = walk.attend_chunk(&counts, chunks.tokens)?;
-        let merged = (&context.0, &context.1);
-        enqueue_merge(queue, (&context, &state), states, Wire::Single, MERGE_CHUNK, merged)?;
+        for (seat, context) in walk.seats.iter().zip(&contexts) {
+            let state = seat.attend_chunk(&counts, chunks.tokens)?;
+            let merged = (&context.0, &context.1);
+            enqueue_merge(seat.queue, (context, &state), seat.states(), Wire::Single, MERGE_CHUNK, merged)?;
+        }
         chunks.add(counts, gathers);
     }
-    let suffix = walk.attend_suffix((&new_keys, new_values.as_ref()))?;
-    let (out, lse) = (queue.allocate(2 * ranks * rows * own * dim)?, queue.allocate(4 * ranks * rows * own)?);
-    queue.fill(&out, 0xFF)?;
-    queue.fill(&lse, 0xFF)?;
-    enqueue_merge(queue, (&context, &suffix), states, Wire::Half, MERGE_SUFFIX, (&out, &lse))?;
-    check(queue, &walk.error)?;
-    walk.reply((&out, &lse), &context, &chunks)
+    let outputs = walk.seats.iter().zip(&contexts);
+    let outputs = outputs.map(|(seat, context)| seat.finish(context)).collect::<Result<Vec<_>, _>>()?;
+    team.settle()?;
+    walk.reply(&outputs, &contexts, &chunks)
 }
 
 /// What was gathered, chunk by chunk.
@@ -155,44 +164,148 @@ impl Chunks {
     }
 }
 
-/// bf16 values as f32 on the device.
-fn widened(queue: &Arc<Queue>, codes: &[u8]) -> Result<Buffer, EngineError> {
-    let bytes: Vec<u8> =
-        codes.as_chunks::<2>().0.iter().flat_map(|[low, high]| [0, 0, *low, *high]).collect();
-    queue.upload(&bytes)
+/// bf16 codes as f32.
+fn widened(codes: &[u8]) -> Vec<u8> {
+    codes.as_chunks::<2>().0.iter().flat_map(|[low, high]| [0, 0, *low, *high]).collect()
 }
 
-impl Walk<'_> {
-    fn reply(
-        &self,
-        (out, lse): (&Buffer, &Buffer),
-        context: &(Buffer, Buffer),
-        chunks: &Chunks,
-    ) -> Result<Reply, EngineError> {
-        let (ranks, rows, own) = (self.configuration.tp, self.batch.rows, self.configuration.heads_per_rank);
-        let attention = self.configuration.attention;
-        let (kv_heads, dim) = (attention.kv_heads(), attention.value_dim());
-        let f32s = |buffer: &Buffer, shape: &[usize]| whole(self.queue, buffer, Dtype::F32, shape);
-        let chunk_lens = [ranks, chunks.count, self.batch.requests()];
-        let outputs = Tensors::new()
-            .with("out", whole(self.queue, out, Dtype::Bf16, &[ranks, rows, own, dim])?)
-            .with("lse", f32s(lse, &[ranks, rows, own])?)
-            .with("context_out", f32s(&context.0, &[ranks, rows, own, dim])?)
-            .with("context_lse", f32s(&context.1, &[ranks, rows, own])?)
-            .with("gathered_key", f32s(&self.keys, &[ranks, self.total, kv_heads, attention.qk_dim()])?)
-            .with("chunk_lens", Tensor::from_i32(&chunk_lens, &chunks.lens.repeat(ranks)));
+/// A state and its LSE on a device.
+type State = (Buffer, Buffer);
+
+impl<'a> Walk<'a> {
+    fn each<T>(&self, make: impl Fn(&SeatWalk<'a>) -> Result<T, EngineError>) -> Result<Vec<T>, EngineError> {
+        self.seats.iter().map(make).collect()
+    }
+
+    fn reply(&self, outputs: &[State], contexts: &[State], chunks: &Chunks) -> Result<Reply, EngineError> {
+        let states = outputs.iter().zip(contexts);
+        let parts = self.seats.iter().zip(states);
+        let parts = parts.map(|(seat, (output, context))| seat.outputs(output, context, chunks));
+        let outputs = self.team.assemble(parts.collect::<Result<_, _>>()?)?;
         let route = Route::of(self.configuration, false).report(self.configuration.lane_order);
         let effective = EffectivePath::new()
             .with("route", "context")
             .with("comm_backend", route.get("comm_backend").unwrap_or("none"))
             .with("chunks", chunks.count);
-        Ok(Reply { outputs, effective, collectives: vec![chunks.collectives; ranks] })
+        let collectives = self.team.entered(chunks.collectives);
+        Ok(Reply { outputs, effective: self.team.report(effective), collectives })
+    }
+
+    /// Gathers a window of every request and puts its tokens behind `base` into keys and values. Tokens of each request, and whether
+    /// there was anything to gather from others.
+    fn gather(
+        &self,
+        padded: &[usize],
+        window: &Range<usize>,
+        base: usize,
+    ) -> Result<(Vec<usize>, bool), EngineError> {
+        let world = self.configuration.dcp;
+        let sent: Vec<usize> = padded.iter().map(|len| clip(*len, window)).collect();
+        let held = held(self.batch, self.seats[0].shape);
+        let kept: Vec<usize> = held.iter().map(|len| clip(*len, window)).collect();
+        let counts: Vec<usize> = kept.chunks(world).map(|members| members.iter().sum()).collect();
+        let rows = sent.iter().sum::<usize>();
+        if rows == 0 {
+            return Ok((counts, false));
+        }
+        let dtype = self.configuration.kv_dtype;
+        let shape = self.seats[0].shape;
+        let chunk_bytes = rows * (shape.key_bytes(dtype) + shape.value_bytes(dtype));
+        let gathers = Route::of(self.configuration, false).backend != Backend::None;
+        let chunks = self.each(|seat| seat.read_chunk(&sent, window, chunk_bytes))?;
+        let gathered = if gathers || !self.team.has_fabric() {
+            let gathered = self.each(|seat| {
+                let buffer = seat.queue.allocate(seat.shape.ranks as usize * world * chunk_bytes)?;
+                seat.queue.fill(&buffer, 0xFF)?;
+                Ok(buffer)
+            })?;
+            let skips = self.team.absence == Some(Absence::ContextGather);
+            let holds = |rank: usize| kept.chunks(world).any(|members| members[rank % world] > 0);
+            let (from, to) = (chunks.iter().collect::<Vec<_>>(), gathered.iter().collect::<Vec<_>>());
+            let keeps_out = |rank: usize| skips && !holds(rank);
+            self.team.gather("all_gather_context", &from, &to, chunk_bytes, &keeps_out)?;
+            gathered
+        } else {
+            // a world of one has what it sent
+            chunks
+        };
+        for (seat, gathered) in self.seats.iter().zip(&gathered) {
+            seat.reorganise(gathered, (&sent, &kept), base)?;
+        }
+        Ok((counts, gathers))
+    }
+}
+
+impl<'a> SeatWalk<'a> {
+    fn new(
+        Seat { queue, shape }: &'a Seat,
+        configuration: &'a Configuration,
+        batch: &'a Batch,
+        caches: &'a Caches,
+        given: &Given,
+    ) -> Result<Self, EngineError> {
+        let attention = configuration.attention;
+        let total = batch.lens.iter().map(|len| *len as usize).sum::<usize>();
+        let room =
+            |width: usize| queue.allocate(4 * shape.ranks as usize * total * attention.kv_heads() * width);
+        let walk = Self {
+            queue,
+            shape,
+            configuration,
+            batch,
+            metadata: DeviceBatch::upload(queue, batch, true)?,
+            caches,
+            query: queue.upload(&given.query)?,
+            new_keys: queue.upload(&given.key)?,
+            new_values: given.value.as_ref().map(|value| queue.upload(value)).transpose()?,
+            keys: room(attention.qk_dim())?,
+            values: room(if attention.is_mla() { 0 } else { attention.value_dim() })?,
+            total,
+            error: queue.upload_i32(&[0])?,
+        };
+        queue.fill(&walk.keys, 0xFF)?;
+        queue.fill(&walk.values, 0xFF)?;
+        Ok(walk)
+    }
+
+    /// States of the device's ranks, and their width.
+    fn states(&self) -> (usize, usize) {
+        let heads = self.shape.ranks as usize * self.batch.rows * self.configuration.heads_per_rank;
+        (heads, self.configuration.attention.value_dim())
+    }
+
+    /// Merges the context with the new tokens' own attention; the outputs, rounded once, and their LSEs.
+    fn finish(&self, context: &State) -> Result<State, EngineError> {
+        let values = self.new_values.as_ref();
+        let suffix = self.attend_suffix((&self.new_keys, values))?;
+        let (states, dim) = self.states();
+        let (out, lse) = (self.queue.allocate(2 * states * dim)?, self.queue.allocate(4 * states)?);
+        self.queue.fill(&out, 0xFF)?;
+        self.queue.fill(&lse, 0xFF)?;
+        let merged = (&out, &lse);
+        enqueue_merge(self.queue, (context, &suffix), (states, dim), Wire::Half, MERGE_SUFFIX, merged)?;
+        Ok((out, lse))
+    }
+
+    fn outputs(&self, (out, lse): &State, context: &State, chunks: &Chunks) -> Result<Tensors, EngineError> {
+        check(self.queue, &self.error)?;
+        let (ranks, rows) = (self.shape.ranks as usize, self.batch.rows);
+        let (attention, own) = (self.configuration.attention, self.configuration.heads_per_rank);
+        let (kv_heads, dim) = (attention.kv_heads(), attention.value_dim());
+        let f32s = |buffer: &Buffer, shape: &[usize]| whole(self.queue, buffer, Dtype::F32, shape);
+        let chunk_lens = [ranks, chunks.count, self.batch.requests()];
+        Ok(Tensors::new()
+            .with("out", whole(self.queue, out, Dtype::Bf16, &[ranks, rows, own, dim])?)
+            .with("lse", f32s(lse, &[ranks, rows, own])?)
+            .with("context_out", f32s(&context.0, &[ranks, rows, own, dim])?)
+            .with("context_lse", f32s(&context.1, &[ranks, rows, own])?)
+            .with("gathered_key", f32s(&self.keys, &[ranks, self.total, kv_heads, attention.qk_dim()])?)
+            .with("chunk_lens", Tensor::from_i32(&chunk_lens, &chunks.lens.repeat(ranks))))
     }
 
     /// State and LSE of rows that see nothing.
     fn empty_state(&self) -> Result<(Buffer, Buffer), EngineError> {
-        let heads = self.configuration.tp * self.batch.rows * self.configuration.heads_per_rank;
-        let dim = self.configuration.attention.value_dim();
+        let (heads, dim) = self.states();
         let (out, lse) = (self.queue.allocate(4 * heads * dim)?, self.queue.allocate(4 * heads)?);
         self.queue.fill(&out, 0)?;
         let arguments =
@@ -247,32 +360,21 @@ impl Walk<'_> {
         Ok((room()?, room()?))
     }
 
-    /// Gathers a window of every request and puts its tokens behind `base` into keys and values. Tokens of each request, and whether
-    /// there was anything to gather from others.
-    fn gather(
+    /// The rows that each rank sends of a window, `[ranks, rows, token bytes]`.
+    fn read_chunk(
         &self,
-        padded: &[usize],
+        sent: &[usize],
         window: &Range<usize>,
-        base: usize,
-    ) -> Result<(Vec<usize>, bool), EngineError> {
-        let (queue, world, ranks) = (self.queue, self.configuration.dcp, self.configuration.tp);
-        let sent: Vec<usize> = padded.iter().map(|len| clip(*len, window)).collect();
-        let kept: Vec<usize> = held(self.batch, self.shape).iter().map(|len| clip(*len, window)).collect();
-        let rows = sent.iter().sum::<usize>();
-        let counts: Vec<usize> = kept.chunks(world).map(|members| members.iter().sum()).collect();
-        if rows == 0 {
-            return Ok((counts, false));
-        }
+        chunk_bytes: usize,
+    ) -> Result<Buffer, EngineError> {
+        let (queue, ranks) = (self.queue, self.shape.ranks as usize);
         let dtype = self.configuration.kv_dtype;
-        let (key_bytes, value_bytes) = (self.shape.key_bytes(dtype), self.shape.value_bytes(dtype));
-        let befores = queue.upload_i32(&starts_of(&sent))?;
-        let chunk_bytes = rows * (key_bytes + value_bytes);
-        // an odd number of bytes a rank would not be whole words of the exchange
+        let rows = sent.iter().sum::<usize>();
+        let befores = queue.upload_i32(&starts_of(sent))?;
         let local = queue.allocate(ranks * chunk_bytes)?;
         queue.fill(&local, 0xFF)?;
-        let session = Argument::Shape(*self.shape);
         let arguments = [
-            session,
+            Argument::Shape(*self.shape),
             self.metadata.header.argument(),
             self.metadata.table.argument(),
             befores.argument(),
@@ -280,34 +382,42 @@ impl Walk<'_> {
             Argument::Int(rows as i32),
             self.caches.keys.argument(),
             self.caches.values.argument(),
-            Argument::Int(key_bytes as i32),
-            Argument::Int(value_bytes as i32),
+            Argument::Int(self.shape.key_bytes(dtype) as i32),
+            Argument::Int(self.shape.value_bytes(dtype) as i32),
             local.argument(),
             self.error.argument(),
         ];
         queue.launch("read_chunk", Extent::blocks(rows, ranks, 1), &arguments)?;
-        let gathers = Route::of(self.configuration, false).backend != Backend::None;
-        let gathered = queue.allocate(ranks * world * chunk_bytes)?;
-        let arguments = [session, local.argument(), Argument::Long(chunk_bytes as i64), gathered.argument()];
-        queue.launch("gather_bytes", Extent::over(ranks * world * chunk_bytes), &arguments)?;
-        let firsts = queue.upload_i32(&starts_of(&kept))?;
+        Ok(local)
+    }
+
+    /// Puts the tokens of a gathered window behind `base` into keys and values: `kept` of each request and member out of the `sent` rows of
+    /// each request.
+    fn reorganise(
+        &self,
+        gathered: &Buffer,
+        (sent, kept): (&[usize], &[usize]),
+        base: usize,
+    ) -> Result<(), EngineError> {
+        let (queue, dtype) = (self.queue, self.configuration.kv_dtype);
+        let befores = queue.upload_i32(&starts_of(sent))?;
+        let firsts = queue.upload_i32(&starts_of(kept))?;
         let arguments = [
-            session,
+            Argument::Shape(*self.shape),
             gathered.argument(),
             befores.argument(),
             firsts.argument(),
-            Argument::Int(padded.len() as i32),
-            Argument::Int(rows as i32),
-            Argument::Int(key_bytes as i32),
-            Argument::Int(value_bytes as i32),
+            Argument::Int(sent.len() as i32),
+            Argument::Int(sent.iter().sum::<usize>() as i32),
+            Argument::Int(self.shape.key_bytes(dtype) as i32),
+            Argument::Int(self.shape.value_bytes(dtype) as i32),
             Argument::Long(self.total as i64),
             Argument::Long(base as i64),
             self.keys.argument(),
             self.values.argument(),
         ];
-        let tokens = counts.iter().sum::<usize>();
-        queue.launch("reorganise_chunk", Extent::blocks(tokens, ranks, 1), &arguments)?;
-        Ok((counts, gathers))
+        let extent = Extent::blocks(kept.iter().sum(), self.shape.ranks as usize, 1);
+        queue.launch("reorganise_chunk", extent, &arguments)
     }
 
     /// Attention of every rank's own heads over f32 rows of which row `t` sees `counts[t]` from `firsts[t]` on; each rank's rows are
@@ -318,9 +428,8 @@ impl Walk<'_> {
         (keys, values, stride): (&Buffer, Option<&Buffer>, usize),
     ) -> Result<(Buffer, Buffer), EngineError> {
         let rows = self.batch.rows;
-        let (queue, ranks, own) = (self.queue, self.configuration.tp, self.configuration.heads_per_rank);
-        let heads = ranks * rows * own;
-        let dim = self.configuration.attention.value_dim();
+        let (queue, ranks, own) = (self.queue, self.shape.ranks as usize, self.configuration.heads_per_rank);
+        let (heads, dim) = self.states();
         let (max, sum) = (queue.allocate(4 * heads)?, queue.allocate(4 * heads)?);
         let (acc, lse) = (queue.allocate(4 * heads * dim)?, queue.allocate(4 * heads)?);
         for buffer in [&max, &sum, &acc, &lse] {

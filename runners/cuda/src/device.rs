@@ -28,6 +28,18 @@ pub enum NoDevice {
         /// Devices that are there.
         count: usize,
     },
+    /// One device for two ranks' worth of communicators.
+    #[error("CUDA device {ordinal} is named twice: a communicator has one rank a device")]
+    Repeated {
+        /// Number of the device.
+        ordinal: usize,
+    },
+    /// No device is named.
+    #[error("no device: none is named")]
+    Unnamed,
+    /// The devices can't be joined.
+    #[error("no device that can be used with others: {0}")]
+    Collectives(String),
     /// The kernels can't be compiled.
     #[error("no device that can be used: {0}")]
     Compile(#[from] CompileError),
@@ -98,6 +110,11 @@ const KERNELS: &[&str] = &[
     "scrub_empty",
     "pack_partials",
     "exchange_words",
+    "spread_gathered",
+    "bundle_words",
+    "spread_arrived",
+    "sum_members",
+    "import_tokens",
     "gather_words",
     "gather_bytes",
     "sum_partials",
@@ -142,6 +159,35 @@ impl Device {
     /// # Errors
     /// [`NoDevice`].
     pub fn open(ordinal: usize, target: Option<&str>, fault: Option<&str>) -> Result<Arc<Self>, NoDevice> {
+        Self::open_with(ordinal, target, fault, &mut None)
+    }
+
+    /// Opens several devices, of which each is named once. Kernels are compiled once where the devices are of one kind.
+    ///
+    /// # Errors
+    /// [`NoDevice`].
+    pub fn open_all(
+        ordinals: &[usize],
+        target: Option<&str>,
+        fault: Option<&str>,
+    ) -> Result<Vec<Arc<Self>>, NoDevice> {
+        if let Some(at) = (1..ordinals.len()).find(|at| ordinals[..*at].contains(&ordinals[*at])) {
+            return Err(NoDevice::Repeated { ordinal: ordinals[at] });
+        }
+        if ordinals.is_empty() {
+            return Err(NoDevice::Unnamed);
+        }
+        let mut compiled = None;
+        ordinals.iter().map(|ordinal| Self::open_with(*ordinal, target, fault, &mut compiled)).collect()
+    }
+
+    /// `compiled`: the last target that was compiled for, and its image.
+    fn open_with(
+        ordinal: usize,
+        target: Option<&str>,
+        fault: Option<&str>,
+        compiled: &mut Option<(String, nvrtc::Image)>,
+    ) -> Result<Arc<Self>, NoDevice> {
         let count = count()?;
         if ordinal >= count {
             return Err(NoDevice::Ordinal { ordinal, count });
@@ -157,7 +203,11 @@ impl Device {
         // SAFETY: the context was just retained.
         unsafe { result::ctx::set_current(context) }.map_err(driver)?;
         keep_freed_memory(handle).map_err(driver)?;
-        let image = nvrtc::compile(&shardcheck_kernels::source(fault), &properties.target, &[])?;
+        let image = match compiled.take() {
+            Some((target, image)) if target == properties.target => image,
+            _ => nvrtc::compile(&shardcheck_kernels::source(fault), &properties.target, &[])?,
+        };
+        let (_, image) = compiled.insert((properties.target.clone(), image));
         // SAFETY: the image is machine code for this device and outlives the call.
         let module = unsafe { result::module::load_data(image.code.as_ptr().cast()) }.map_err(driver)?;
         let mut device = Self { properties, ordinal: handle, context, module, functions: HashMap::new() };

@@ -1,11 +1,10 @@
 //! The merge of partials on the device: the kernels before and after an exchange, and the exchange itself.
 
-use std::sync::Arc;
+use shardcheck_engine::{CommBackend, Configuration, EffectivePath, EngineError, LaneOrder, LseBase};
 
-use shardcheck_engine::{CommBackend, Configuration, EffectivePath, EngineError, LaneOrder};
-
-use crate::queue::{Argument, Buffer, Extent, Queue};
+use crate::queue::{Argument, Buffer, Extent};
 use crate::shape::Shape;
+use crate::team::{Absence, Seat, Team};
 
 /// Element type on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -25,7 +24,8 @@ impl Wire {
         }
     }
 
-    fn argument(self) -> Argument {
+    /// As an argument of a kernel.
+    pub fn argument(self) -> Argument {
         Argument::Int(i32::from(self == Self::Half))
     }
 
@@ -102,129 +102,156 @@ pub struct MergeShape {
     pub heads: usize,
     pub dim: usize,
     pub wire: Wire,
+    /// Base of the LSEs.
+    pub lse_base: LseBase,
 }
 
-/// What a merge needs beside its inputs and outputs.
+/// What a merge needs beside its inputs and outputs, on every device.
 pub struct MergeBuffers {
     shape: MergeShape,
     backend: Backend,
+    seats: Vec<SeatBuffers>,
+}
+
+/// The same on one device.
+struct SeatBuffers {
     sent: Buffer,
     received: Buffer,
     gathered_lse: Buffer,
     merged_lse: Buffer,
 }
 
+/// An output and its LSE on one device.
+pub type State<'a> = (&'a Buffer, &'a Buffer);
+
 impl MergeBuffers {
     /// Room for a merge.
     ///
     /// # Errors
     /// What the driver says.
-    pub fn allocate(
-        queue: &Arc<Queue>,
-        session: &Shape,
-        shape: MergeShape,
-        backend: Backend,
-    ) -> Result<Self, EngineError> {
-        let (ranks, world) = (session.ranks as usize, session.world as usize);
-        let heads = ranks * shape.rows * shape.heads;
-        let lanes = if backend == Backend::A2a { shape.wire.lanes() } else { 0 };
-        let exchanged =
-            if backend == Backend::None { 0 } else { heads * (shape.dim + lanes) * shape.wire.bytes() };
-        let lses = if backend == Backend::AgRs { 4 * heads } else { 0 };
-        Ok(Self {
-            shape,
-            backend,
-            sent: queue.allocate(exchanged)?,
-            received: queue.allocate(exchanged)?,
-            gathered_lse: queue.allocate(lses * world)?,
-            merged_lse: queue.allocate(lses)?,
-        })
+    pub fn allocate(team: &Team, shape: MergeShape, backend: Backend) -> Result<Self, EngineError> {
+        let seats = team.each(|Seat { queue, shape: session }| {
+            let (ranks, world) = (session.ranks as usize, session.world as usize);
+            let heads = ranks * shape.rows * shape.heads;
+            let lanes = if backend == Backend::A2a { shape.wire.lanes() } else { 0 };
+            let exchanged =
+                if backend == Backend::None { 0 } else { heads * (shape.dim + lanes) * shape.wire.bytes() };
+            let lses = if backend == Backend::AgRs { 4 * heads } else { 0 };
+            Ok(SeatBuffers {
+                sent: queue.allocate(exchanged)?,
+                received: queue.allocate(exchanged)?,
+                gathered_lse: queue.allocate(lses * world)?,
+                merged_lse: queue.allocate(lses)?,
+            })
+        })?;
+        Ok(Self { shape, backend, seats })
     }
 
-    /// Enqueues the merge of `partial [ranks, T, heads, D]` with `lse [ranks, T, heads]` into `out [ranks, T, H, D]` of the wire's
-    /// type and `out_lse [ranks, T, H]`.
+    /// Enqueues the merge of each device's `partial [ranks, T, heads, D]` with `lse [ranks, T, heads]` into `out [ranks, T, H, D]` of the
+    /// wire's type and `out_lse [ranks, T, H]`.
     ///
     /// # Errors
-    /// What the driver says.
-    pub fn enqueue(
-        &self,
-        queue: &Arc<Queue>,
-        session: &Shape,
-        (partial, lse): (&Buffer, &Buffer),
-        (out, out_lse): (&Buffer, &Buffer),
-    ) -> Result<(), EngineError> {
-        let MergeShape { rows, heads, dim, wire } = self.shape;
-        let (ranks, world) = (session.ranks as usize, session.world as usize);
-        let own = heads / world;
-        let at = ranks * rows;
-        let session = Argument::Shape(*session);
-        let extents = |heads: usize| {
-            [
-                Argument::Int(rows as i32),
-                Argument::Int(heads as i32),
-                Argument::Int(dim as i32),
-                wire.argument(),
-            ]
-        };
-        let given = [session, partial.argument(), lse.argument()];
-        for buffer in [&self.sent, &self.received, &self.gathered_lse, &self.merged_lse, out, out_lse] {
-            queue.fill(buffer, 0xFF)?;
+    /// What the driver or the collectives say.
+    pub fn enqueue(&self, team: &Team, from: &[State<'_>], to: &[State<'_>]) -> Result<(), EngineError> {
+        for ((Seat { queue, .. }, buffers), (out, out_lse)) in team.seats().iter().zip(&self.seats).zip(to) {
+            let SeatBuffers { sent, received, gathered_lse, merged_lse } = buffers;
+            for buffer in [sent, received, gathered_lse, merged_lse, out, out_lse] {
+                queue.fill(buffer, 0xFF)?;
+            }
         }
         match self.backend {
             Backend::None => {
-                let targets = [out.argument(), out_lse.argument()];
-                let arguments = [&given[..], &extents(heads), &targets].concat();
-                queue.launch("scrub_empty", Extent::blocks(at, heads, 1), &arguments)
+                for ((seat, given), (out, out_lse)) in team.seats().iter().zip(from).zip(to) {
+                    let targets = [out.argument(), out_lse.argument()];
+                    let heads = self.shape.heads;
+                    let arguments = [&Self::given(seat, given)[..], &self.extents(heads), &targets].concat();
+                    seat.queue.launch("scrub_empty", self.blocks(seat, heads), &arguments)?;
+                }
+                Ok(())
             }
-            Backend::A2a => {
-                let arguments = [&given[..], &extents(heads), &[self.sent.argument()]].concat();
-                queue.launch("pack_partials", Extent::blocks(at, heads, 1), &arguments)?;
-                self.exchange(
-                    queue,
-                    session,
-                    rows * own * (dim + wire.lanes()) * wire.bytes() / 2,
-                    at * world,
-                )?;
-                let arguments = [
-                    &[session, self.received.argument()][..],
-                    &extents(own),
-                    &[out.argument(), out_lse.argument()],
-                ]
-                .concat();
-                queue.launch("sum_partials", Extent::blocks(at, own, 1), &arguments)
-            }
-            Backend::AgRs => {
-                // an f32 is two words of the exchange
-                let words = 2 * rows * heads;
-                let arguments =
-                    [session, lse.argument(), Argument::Long(words as i64), self.gathered_lse.argument()];
-                queue.launch("gather_words", Extent::over(ranks * world * words), &arguments)?;
-                let from = [session, partial.argument(), self.gathered_lse.argument()];
-                let targets = [self.sent.argument(), self.merged_lse.argument()];
-                let arguments = [&from[..], &extents(heads), &targets].concat();
-                queue.launch("correct_partials", Extent::blocks(at, heads, 1), &arguments)?;
-                self.exchange(queue, session, rows * own * dim * wire.bytes() / 2, at * world)?;
-                let from = [session, self.received.argument(), self.merged_lse.argument()];
-                let arguments = [&from[..], &extents(own), &[out.argument(), out_lse.argument()]].concat();
-                queue.launch("reduce_partials", Extent::blocks(at, own, 1), &arguments)
-            }
+            Backend::A2a => self.all_to_all(team, from, to),
+            Backend::AgRs => self.gather_and_scatter(team, from, to),
         }
     }
 
-    /// All-to-all of `words` 16-bit words for each pair of members.
-    fn exchange(
-        &self,
-        queue: &Arc<Queue>,
-        session: Argument,
-        words: usize,
-        pairs_and_rows: usize,
-    ) -> Result<(), EngineError> {
-        if pairs_and_rows == 0 {
-            return Ok(());
+    fn all_to_all(&self, team: &Team, from: &[State<'_>], to: &[State<'_>]) -> Result<(), EngineError> {
+        let MergeShape { rows, heads, dim, wire, .. } = self.shape;
+        for ((seat, buffers), given) in team.seats().iter().zip(&self.seats).zip(from) {
+            let arguments =
+                [&Self::given(seat, given)[..], &self.extents(heads), &[buffers.sent.argument()]].concat();
+            seat.queue.launch("pack_partials", self.blocks(seat, heads), &arguments)?;
         }
-        let pairs = pairs_and_rows / self.shape.rows.max(1);
-        let arguments =
-            [session, self.sent.argument(), Argument::Long(words as i64), self.received.argument()];
-        queue.launch("exchange_words", Extent::over(pairs * words), &arguments)
+        let own = heads / team.first().shape.world as usize;
+        let words = rows * own * (dim + wire.lanes()) * wire.bytes() / 2;
+        team.all_to_all("all_to_all_partials", &self.all(|b| &b.sent), &self.all(|b| &b.received), words)?;
+        for ((seat, buffers), (out, out_lse)) in team.seats().iter().zip(&self.seats).zip(to) {
+            let arguments = [
+                &[Argument::Shape(seat.shape), buffers.received.argument()][..],
+                &self.extents(own),
+                &[self.base(), out.argument(), out_lse.argument()],
+            ]
+            .concat();
+            seat.queue.launch("sum_partials", self.blocks(seat, own), &arguments)?;
+        }
+        Ok(())
+    }
+
+    fn gather_and_scatter(
+        &self,
+        team: &Team,
+        from: &[State<'_>],
+        to: &[State<'_>],
+    ) -> Result<(), EngineError> {
+        let MergeShape { rows, heads, dim, wire, .. } = self.shape;
+        let world = team.first().shape.world as usize;
+        let own = heads / world;
+        let lses: Vec<&Buffer> = from.iter().map(|(_, lse)| *lse).collect();
+        let skips = team.absence == Some(Absence::LseGather);
+        let keeps_out = |rank: usize| skips && rank % world == world - 1;
+        let gathered = self.all(|buffers| &buffers.gathered_lse);
+        team.gather("all_gather_lse", &lses, &gathered, 4 * rows * heads, &keeps_out)?;
+        for ((seat, buffers), (partial, _)) in team.seats().iter().zip(&self.seats).zip(from) {
+            let given = [Argument::Shape(seat.shape), partial.argument(), buffers.gathered_lse.argument()];
+            let targets = [self.base(), buffers.sent.argument(), buffers.merged_lse.argument()];
+            let arguments = [&given[..], &self.extents(heads), &targets].concat();
+            seat.queue.launch("correct_partials", self.blocks(seat, heads), &arguments)?;
+        }
+        let (sent, received) = (self.all(|b| &b.sent), self.all(|b| &b.received));
+        let parts = team.reduce_scatter("reduce_scatter_output", &sent, &received, rows * own * dim, wire)?;
+        for ((seat, buffers), (out, out_lse)) in team.seats().iter().zip(&self.seats).zip(to) {
+            let given = [
+                Argument::Shape(seat.shape),
+                buffers.received.argument(),
+                Argument::Int(parts as i32),
+                buffers.merged_lse.argument(),
+            ];
+            let targets = [out.argument(), out_lse.argument()];
+            let arguments = [&given[..], &self.extents(own), &targets].concat();
+            seat.queue.launch("reduce_partials", self.blocks(seat, own), &arguments)?;
+        }
+        Ok(())
+    }
+
+    fn all(&self, which: impl Fn(&SeatBuffers) -> &Buffer) -> Vec<&Buffer> {
+        self.seats.iter().map(which).collect()
+    }
+
+    fn given(seat: &Seat, (partial, lse): &State<'_>) -> [Argument; 3] {
+        [Argument::Shape(seat.shape), partial.argument(), lse.argument()]
+    }
+
+    fn extents(&self, heads: usize) -> [Argument; 4] {
+        let MergeShape { rows, dim, wire, .. } = self.shape;
+        let [rows, heads, dim] = [rows, heads, dim].map(|extent| Argument::Int(extent as i32));
+        [rows, heads, dim, wire.argument()]
+    }
+
+    fn base(&self) -> Argument {
+        Argument::Int(i32::from(self.shape.lse_base == LseBase::Two))
+    }
+
+    fn blocks(&self, Seat { shape, .. }: &Seat, heads: usize) -> Extent {
+        let Shape { ranks, .. } = shape;
+        Extent::blocks(*ranks as usize * self.shape.rows, heads, 1)
     }
 }

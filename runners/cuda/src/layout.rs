@@ -9,6 +9,7 @@ use crate::batch::{Batch, DeviceBatch};
 use crate::caches::check;
 use crate::queue::{Argument, Buffer, Extent, Queue};
 use crate::shape::Shape;
+use crate::team::{Seat, Team};
 
 /// Largest page of a kernel in tokens.
 const MAX_SUB_PAGE: usize = 128;
@@ -18,16 +19,22 @@ const MAX_SUB_PAGE: usize = 128;
 ///
 /// # Errors
 /// A crash when the block table is too short for a length.
-pub fn derive(
-    queue: &Arc<Queue>,
-    configuration: &Configuration,
-    shape: &Shape,
-    inputs: &Tensors,
-) -> Result<Reply, EngineError> {
+pub fn derive(team: &Team, configuration: &Configuration, inputs: &Tensors) -> Result<Reply, EngineError> {
     let batch = Batch::read(inputs, "seq_lens", None)?;
-    let (ranks, requests, rows) = (configuration.tp, batch.requests(), batch.rows);
-    let causal = DeviceBatch::upload(queue, &batch, true)?;
-    let whole = DeviceBatch::upload(queue, &batch, false)?;
+    let parts = team.each(|seat| of_seat(seat, configuration, &batch))?;
+    let collectives = vec![0; configuration.tp];
+    Ok(Reply { outputs: team.assemble(parts)?, collectives, ..Reply::default() })
+}
+
+/// What a device's ranks derive.
+fn of_seat(
+    Seat { queue, shape }: &Seat,
+    configuration: &Configuration,
+    batch: &Batch,
+) -> Result<Tensors, EngineError> {
+    let (ranks, requests, rows) = (shape.ranks as usize, batch.requests(), batch.rows);
+    let causal = DeviceBatch::upload(queue, batch, true)?;
+    let whole = DeviceBatch::upload(queue, batch, false)?;
     let poisoned = |bytes: usize| poisoned(queue, bytes);
     let row_lens = poisoned(4 * ranks * rows)?;
     let draft_lens = poisoned(4 * ranks * rows)?;
@@ -41,10 +48,10 @@ pub fn derive(
     queue.launch("request_metadata", Extent::over(ranks * requests), &arguments)?;
 
     let error = queue.upload_i32(&[0])?;
-    let (slots, total) = position_slots(queue, shape, &batch, &causal, &error)?;
+    let (slots, total) = position_slots(queue, shape, batch, &causal, &error)?;
     let page = largest_power_of_two(configuration.block_size).min(MAX_SUB_PAGE);
     let virtual_block = configuration.virtual_block_tokens();
-    let (pages, longest) = sub_pages(queue, configuration, shape, (&batch, &causal), page, &error)?;
+    let (pages, longest) = sub_pages(queue, configuration, shape, (batch, &causal), page, &error)?;
     check(queue, &error)?;
     let i32s = |buffer: &Buffer, shape: &[usize]| -> Result<Tensor, EngineError> {
         let bytes = queue.read(buffer, 4 * shape.iter().product::<usize>())?;
@@ -52,15 +59,14 @@ pub fn derive(
     };
     let units = [virtual_block as i32, virtual_block as i32, page as i32].repeat(ranks);
     let slots = Tensor::new(Dtype::I64, vec![ranks, total], queue.read(&slots, 8 * ranks * total)?)?;
-    let outputs = Tensors::new()
+    Ok(Tensors::new()
         .with("local_lens", i32s(&local_lens, &[ranks, requests])?)
         .with("row_lens", i32s(&row_lens, &[ranks, rows])?)
         .with("draft_lens", i32s(&draft_lens, &[ranks, rows])?)
         .with("slots", slots)
         .with("blocks_needed", i32s(&needed, &[ranks, requests])?)
         .with("units", Tensor::from_i32(&[ranks, 3], &units))
-        .with("sub_page_table", i32s(&pages, &[ranks, requests, longest])?);
-    Ok(Reply { outputs, collectives: vec![0; ranks], ..Reply::default() })
+        .with("sub_page_table", i32s(&pages, &[ranks, requests, longest])?))
 }
 
 /// Memory in which nothing is a length, a slot or a page.
@@ -111,7 +117,7 @@ fn sub_pages(
     let parts = configuration.block_size / page;
     let needed = |len: &i32| (*len as usize).div_ceil(configuration.virtual_block_tokens()) * parts;
     let longest = batch.lens.iter().map(needed).max().unwrap_or(0);
-    let count = configuration.tp * batch.requests() * longest;
+    let count = shape.ranks as usize * batch.requests() * longest;
     let pages = poisoned(queue, 4 * count)?;
     let arguments = [
         Argument::Shape(*shape),

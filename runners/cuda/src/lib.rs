@@ -12,21 +12,27 @@ mod context;
 mod device;
 mod engine;
 mod exchange;
+mod fabric;
 mod layout;
 pub mod nvrtc;
+mod placement;
 mod profile;
+mod question;
 mod queue;
 mod readings;
 mod session;
 mod shape;
 mod states;
+mod team;
 mod timing;
+mod transfer;
 
 pub use device::{Device, NoDevice, Properties, count};
-pub use engine::{CudaEngine, Graphs, Options, has_fault};
+pub use engine::{CudaEngine, Devices, Graphs, Options, has_fault};
+pub use fabric::Fabric;
 pub use queue::{Argument, Buffer, Extent, Graph, Queue};
 pub use readings::{CardReading, readings};
-pub use timing::Decode;
+pub use timing::{Decode, Exchange};
 
 #[cfg(test)]
 fn test_configuration() -> shardcheck_engine::Configuration {

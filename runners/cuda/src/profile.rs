@@ -1,6 +1,7 @@
 //! What the engine declares of itself.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use shardcheck_engine::{
     Conventions, EmptyPartial, LaneOrder, LseBase, OperationKind, OperationProfile, Profile, Provenance,
@@ -8,45 +9,61 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
 
-use crate::device::Properties;
+use crate::device::{Device, Properties};
 use crate::engine::Graphs;
+use crate::fabric::Fabric;
 
 /// Tokens of Σ p·v for which one addition of unit roundoff 2^-23 is declared. One matrix instruction adds 16 products to an accumulator; it
 /// aligns all 17 to the largest and cuts each at 2^-25 of it, then the sum at 2^-23: at most (1 + 17/4)·2^-23 of the largest, which
 /// is less than 16/3 units.
 const TOKENS_A_UNIT: usize = 3;
 
-/// The declaration for a device.
-pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
+/// The declaration for the devices.
+pub fn profile(devices: &[Arc<Device>], fabric: Option<&Fabric>, graphs: Graphs) -> Profile {
+    let ranks = match fabric {
+        None => "one device plays all ranks".to_owned(),
+        Some(fabric) => {
+            let (count, version) = (devices.len(), fabric.version());
+            format!("rank r on device r mod {count}, NCCL {version} between devices")
+        }
+    };
+    let properties = devices.iter().map(|device| &device.properties);
+    declaration(properties.map(|properties| format!("{}; {ranks}", text_of(properties))).collect(), graphs)
+}
+
+fn text_of(properties: &Properties) -> String {
     let (major, minor) = properties.capability;
-    let device = format!(
-        "{}, compute capability {major}.{minor}, {} multiprocessors, {:.1} GiB, driver interface {}, kernels for {}; \
-         one device plays all ranks",
+    format!(
+        "{}, compute capability {major}.{minor}, {} multiprocessors, {:.1} GiB, driver interface {}, kernels for {}",
         properties.name,
         properties.multiprocessors,
         properties.memory_bytes as f64 / (1u64 << 30) as f64,
         properties.driver_version,
         properties.target,
-    );
+    )
+}
+
+fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
     Profile {
         engine: match graphs {
             Graphs::Off => "cuda".to_owned(),
             Graphs::On => "cuda:graphs".to_owned(),
         },
         version: env!("CARGO_PKG_VERSION").to_owned(),
-        devices: vec![device],
+        devices,
         operations: OperationKind::ALL
             .into_iter()
             .filter(|kind| !WITHOUT_KERNELS.contains(kind))
             .map(|kind| (kind, operation(kind)))
             .collect::<BTreeMap<_, _>>(),
+        second_group: true,
         ..Profile::default()
     }
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 4] =
-    [OperationKind::ImportCache, OperationKind::PcpLayout, OperationKind::Route, OperationKind::Moe];
+const WITHOUT_KERNELS: [OperationKind; 3] =
+    [OperationKind::PcpLayout, OperationKind::Route, OperationKind::Moe];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -118,7 +135,9 @@ mod tests {
             driver_version: 13000,
             target: "sm_90a".to_owned(),
         };
-        profile(&properties, Graphs::Off).check().unwrap();
+        let profile = declaration(vec![text_of(&properties)], Graphs::Off);
+        profile.check().unwrap();
+        assert!(profile.devices[0].starts_with("a card, compute capability 9.0"), "{:?}", profile.devices);
         assert_eq!(properties.target, "sm_90a");
     }
 }

@@ -8,7 +8,7 @@ use cudarc::driver::sys;
 use shardcheck_engine::EngineError;
 
 use crate::device::{Device, failure};
-use crate::shape::Shape;
+use crate::shape::{Group, Shape};
 
 /// A stream of a device.
 pub struct Queue {
@@ -27,6 +27,8 @@ unsafe impl Sync for Queue {}
 pub enum Argument {
     /// `Shape`, by value.
     Shape(Shape),
+    /// `Group`, by value.
+    Group(Group),
     /// A pointer into the device's memory.
     Pointer(u64),
     /// A 32-bit integer.
@@ -82,6 +84,7 @@ impl Queue {
     /// # Errors
     /// What the driver says, such as that there is none left.
     pub fn allocate(self: &Arc<Self>, bytes: usize) -> Result<Buffer, EngineError> {
+        self.device.enter()?;
         // an empty tensor still has an address
         let size = bytes.max(16);
         // SAFETY: the stream is alive; the memory is used on it alone and freed on it.
@@ -130,6 +133,7 @@ impl Queue {
         if bytes.is_empty() {
             return Ok(());
         }
+        self.device.enter()?;
         // SAFETY: both ranges are as long as `bytes`; memory that is not page-locked is staged before the call returns.
         unsafe { result::memcpy_htod_async(buffer.pointer, bytes, self.stream) }
             .map_err(|error| failure("cuMemcpyHtoDAsync", &error))
@@ -144,6 +148,7 @@ impl Queue {
     /// When the buffer is shorter: a bug of this crate.
     pub fn write_at(&self, buffer: &Buffer, at: usize, bytes: &[u8]) -> Result<(), EngineError> {
         assert!(at + bytes.len() <= buffer.bytes, "{} bytes at {at} of {}", bytes.len(), buffer.bytes);
+        self.device.enter()?;
         // SAFETY: as in `write`; the range is inside the buffer.
         unsafe { result::memcpy_htod_async(buffer.pointer + at as u64, bytes, self.stream) }
             .map_err(|error| failure("cuMemcpyHtoDAsync", &error))
@@ -159,6 +164,7 @@ impl Queue {
     pub fn read(&self, buffer: &Buffer, bytes: usize) -> Result<Vec<u8>, EngineError> {
         assert!(bytes <= buffer.bytes, "{bytes} bytes out of a buffer of {}", buffer.bytes);
         let mut target = vec![0u8; bytes];
+        self.device.enter()?;
         if bytes > 0 {
             // SAFETY: both ranges are that long, and the target lives until the stream has been waited for.
             unsafe { result::memcpy_dtoh_async(&mut target, buffer.pointer, self.stream) }
@@ -176,6 +182,7 @@ impl Queue {
         if buffer.bytes == 0 {
             return Ok(());
         }
+        self.device.enter()?;
         // SAFETY: the range is the buffer's own.
         unsafe { result::memset_d8_async(buffer.pointer, byte, buffer.bytes, self.stream) }
             .map_err(|error| failure("cuMemsetD8Async", &error))
@@ -186,13 +193,69 @@ impl Queue {
     /// # Errors
     /// What the driver says.
     pub fn copy(&self, from: &Buffer, to: &Buffer, bytes: usize) -> Result<(), EngineError> {
-        assert!(bytes <= from.bytes && bytes <= to.bytes, "{bytes} bytes of {} to {}", from.bytes, to.bytes);
+        self.copy_part((from, 0), (to, 0), bytes)
+    }
+
+    /// Copies bytes from a place of one buffer to a place of another on the device.
+    ///
+    /// # Errors
+    /// What the driver says.
+    ///
+    /// # Panics
+    /// When either is shorter: a bug of this crate.
+    pub fn copy_part(
+        &self,
+        (from, at): (&Buffer, usize),
+        (to, place): (&Buffer, usize),
+        bytes: usize,
+    ) -> Result<(), EngineError> {
+        assert!(at + bytes <= from.bytes, "{bytes} bytes at {at} of {}", from.bytes);
+        assert!(place + bytes <= to.bytes, "{bytes} bytes to {place} of {}", to.bytes);
         if bytes == 0 {
             return Ok(());
         }
+        self.device.enter()?;
+        let (from, to) = (from.pointer + at as u64, to.pointer + place as u64);
         // SAFETY: both ranges are inside their buffers.
-        unsafe { result::memcpy_dtod_async(to.pointer, from.pointer, bytes, self.stream) }
+        unsafe { result::memcpy_dtod_async(to, from, bytes, self.stream) }
             .map_err(|error| failure("cuMemcpyDtoDAsync", &error))
+    }
+
+    /// Marks what was enqueued so far.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn record(self: &Arc<Self>) -> Result<Event, EngineError> {
+        self.device.enter()?;
+        let event = result::event::create(sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)
+            .map_err(|error| failure("cuEventCreate", &error))?;
+        let event = Event { event, device: Arc::clone(&self.device) };
+        // SAFETY: event and stream are alive.
+        unsafe { result::event::record(event.event, self.stream) }
+            .map_err(|error| failure("cuEventRecord", &error))?;
+        Ok(event)
+    }
+
+    /// Lets what is enqueued from now on wait for what an event marks.
+    ///
+    /// # Errors
+    /// What the driver says.
+    pub fn wait_for(&self, event: &Event) -> Result<(), EngineError> {
+        self.device.enter()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream are alive.
+        unsafe { result::stream::wait_event(self.stream, event.event, flags) }
+            .map_err(|error| failure("cuStreamWaitEvent", &error))
+    }
+
+    /// Whether all work has run.
+    ///
+    /// # Errors
+    /// What the driver says of that work.
+    pub fn is_idle(&self) -> Result<bool, EngineError> {
+        self.device.enter()?;
+        // SAFETY: the stream is alive.
+        ended("cuStreamQuery", unsafe { sys::cuStreamQuery(self.stream) })
     }
 
     /// Waits for all work.
@@ -200,6 +263,7 @@ impl Queue {
     /// # Errors
     /// What the driver says of that work.
     pub fn wait(&self) -> Result<(), EngineError> {
+        self.device.enter()?;
         // SAFETY: the stream is alive.
         unsafe { result::stream::synchronize(self.stream) }
             .map_err(|error| failure("cuStreamSynchronize", &error))
@@ -219,9 +283,11 @@ impl Queue {
                 text: format!("{kernel}: {x} x {y} x {z} blocks are more than a launch has"),
             });
         }
+        self.device.enter()?;
         let mut pointers: Vec<*mut c_void> = arguments
             .iter()
             .map(|argument| match argument {
+                Argument::Group(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Shape(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Pointer(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Int(value) => std::ptr::from_ref(value) as *mut c_void,
@@ -280,6 +346,7 @@ impl Queue {
         repeats: usize,
         mut enqueue: impl FnMut() -> Result<(), EngineError>,
     ) -> Result<Vec<f32>, EngineError> {
+        self.device.enter()?;
         let checked = |call: &'static str| move |error: DriverError| failure(call, &error);
         let flags = sys::CUevent_flags::CU_EVENT_DEFAULT;
         let begin = result::event::create(flags).map_err(checked("cuEventCreate"))?;
@@ -348,6 +415,44 @@ impl Drop for Buffer {
         unsafe {
             let _ = result::free_async(self.pointer, self.queue.stream);
         }
+    }
+}
+
+/// A mark in a stream.
+pub struct Event {
+    event: sys::CUevent,
+    device: Arc<Device>,
+}
+
+// SAFETY: an event may be used from any thread with the context current.
+unsafe impl Send for Event {}
+
+impl Event {
+    /// Whether everything before the mark has run.
+    ///
+    /// # Errors
+    /// What the driver says of that work.
+    pub fn is_past(&self) -> Result<bool, EngineError> {
+        self.device.enter()?;
+        // SAFETY: the event is alive.
+        ended("cuEventQuery", unsafe { sys::cuEventQuery(self.event) })
+    }
+}
+
+impl Drop for Event {
+    fn drop(&mut self) {
+        let _ = self.device.enter();
+        // SAFETY: the event is destroyed once; the driver keeps what a stream still waits for.
+        let _ = unsafe { result::event::destroy(self.event) };
+    }
+}
+
+/// Whether what a query asks for has ended.
+fn ended(call: &str, code: sys::CUresult) -> Result<bool, EngineError> {
+    match code {
+        sys::CUresult::CUDA_SUCCESS => Ok(true),
+        sys::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+        other => Err(failure(call, &DriverError(other))),
     }
 }
 

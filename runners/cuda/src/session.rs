@@ -3,18 +3,20 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use shardcheck_engine::{
-    Answer, Configuration, EngineError, LseBase, Mask, Operation, Reply, Session, Tensors,
-};
+use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
 
-use crate::attend::{Bucket, Kernel, Question, Step};
+use crate::attend::{Bucket, Kernel, Step};
 use crate::caches::{self, Caches};
 use crate::context::attend_context;
 use crate::engine::Graphs;
+use crate::fabric::Fabric;
 use crate::layout::derive;
+use crate::question::Question;
 use crate::queue::{Graph, Queue};
 use crate::shape::Shape;
 use crate::states::{merge_partials, merge_segments, merge_states, pack_lse};
+use crate::team::{Absence, Team};
+use crate::transfer::import;
 
 /// Most captured steps that a session keeps.
 const MAX_CAPTURED: usize = 16;
@@ -65,40 +67,71 @@ struct Captured {
     single_rows: bool,
 }
 
-/// A session of the CUDA engine.
+/// A session of the CUDA engine: one KV group, or two.
 pub struct CudaSession {
+    groups: Vec<Group>,
+}
+
+/// What a session is opened with beside its configuration.
+#[derive(Clone)]
+pub struct Setting {
+    pub graphs: Graphs,
+    pub fault: Option<ReplayFault>,
+    pub absence: Option<Absence>,
+    pub fabric: Option<Arc<Fabric>>,
+}
+
+/// What one KV group has for itself.
+struct Group {
     configuration: Configuration,
-    shape: Shape,
     graphs: Graphs,
     fault: Option<ReplayFault>,
+    // captured steps use the caches, and both the streams
     captured: HashMap<Bucket, Captured>,
-    caches: Caches,
-    queue: Arc<Queue>,
+    caches: Vec<Caches>,
+    team: Team,
+    /// Rows of the first attention step.
+    first_rows: Option<usize>,
 }
 
 impl CudaSession {
-    /// A session whose caches hold NaN in every slot.
+    /// A session whose caches hold NaN in every slot, over one stream of each device.
     ///
     /// # Errors
     /// What the driver says.
     pub fn new(
-        queue: Arc<Queue>,
-        configuration: Configuration,
-        graphs: Graphs,
-        fault: Option<ReplayFault>,
+        queues: &[Arc<Queue>],
+        configuration: &Configuration,
+        setting: &Setting,
     ) -> Result<Self, EngineError> {
-        let shape = Shape::of(&configuration);
-        let caches = Caches::unwritten(&queue, &configuration, &shape)?;
-        Ok(Self { configuration, shape, graphs, fault, captured: HashMap::new(), caches, queue })
+        let groups = (0..2).filter_map(|number| configuration.group(number));
+        let group = |configuration| Group::new(queues, configuration, setting);
+        Ok(Self { groups: groups.map(group).collect::<Result<_, _>>()? })
+    }
+}
+
+impl Group {
+    fn new(
+        queues: &[Arc<Queue>],
+        configuration: Configuration,
+        setting: &Setting,
+    ) -> Result<Self, EngineError> {
+        let Setting { graphs, fault, absence, fabric } = setting.clone();
+        let team = Team::new(queues.to_vec(), &configuration, fabric, absence);
+        let caches = team.each(|seat| Caches::unwritten(seat, &configuration))?;
+        Ok(Self { configuration, graphs, fault, captured: HashMap::new(), caches, team, first_rows: None })
     }
 
     fn perform(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Reply, EngineError> {
-        let (queue, configuration, shape) = (&self.queue, &self.configuration, &self.shape);
+        let (team, configuration, caches) = (&self.team, &self.configuration, &self.caches);
+        let queue = &team.first().queue;
+        team.begin();
         match *operation {
-            Operation::Layout => derive(queue, configuration, shape, inputs),
-            Operation::WriteKv => caches::write(queue, configuration, shape, &self.caches, inputs),
-            Operation::ReadCache => caches::read(queue, configuration, &self.caches),
-            Operation::LoadCache => caches::load(queue, configuration, &self.caches, inputs),
+            Operation::Layout => derive(team, configuration, inputs),
+            Operation::WriteKv => caches::write(team, configuration, caches, inputs),
+            Operation::ReadCache => caches::read(team, configuration, caches),
+            Operation::LoadCache => caches::load(team, configuration, caches, inputs),
+            Operation::ImportCache { ref source } => import(team, configuration, caches, inputs, source),
             Operation::Attend { mask } => {
                 let question = Question::read(inputs, configuration, mask == Mask::Causal)?;
                 match self.graphs {
@@ -107,14 +140,13 @@ impl CudaSession {
                 }
             }
             Operation::AttendContext { chunk_budget_tokens } => {
-                attend_context(queue, configuration, shape, &self.caches, inputs, chunk_budget_tokens)
+                attend_context(team, configuration, caches, inputs, chunk_budget_tokens)
             }
-            Operation::MergePartials { .. } => merge_partials(queue, configuration, shape, inputs),
+            Operation::MergePartials { lse_base } => merge_partials(team, configuration, inputs, lse_base),
             Operation::MergeStates => merge_states(queue, inputs),
             Operation::MergeSegments { tile_tokens } => merge_segments(queue, inputs, tile_tokens),
-            Operation::PackLse => pack_lse(queue, configuration, shape, inputs),
-            Operation::ImportCache { .. }
-            | Operation::InGroup { .. }
+            Operation::PackLse => pack_lse(queue, configuration, &team.first().shape, inputs),
+            Operation::InGroup { .. }
             | Operation::PcpLayout { .. }
             | Operation::Route { .. }
             | Operation::Moe { .. } => {
@@ -123,28 +155,33 @@ impl CudaSession {
         }
     }
 
-    fn attend(&self, question: &Question) -> Result<Reply, EngineError> {
+    fn attend(&mut self, question: &Question) -> Result<Reply, EngineError> {
         let rows = question.batch.rows;
-        let kernel = Kernel::of(&self.queue, &self.configuration, &self.shape);
-        let (longest, total) = question.tokens(&self.shape);
+        let larger = rows > *self.first_rows.get_or_insert(rows);
+        let (team, whole) = (&self.team, Shape::of(&self.configuration));
+        let kernel = Kernel::of(&team.first().queue, &self.configuration, &whole);
+        let (longest, total) = question.tokens(&whole);
         let bucket = Bucket {
             rows,
             requests: question.batch.requests(),
             entries: question.batch.table.len(),
-            segments: kernel.segments(&self.queue, &self.shape, rows, longest, total),
+            // those of one device, however many there are: a row's sums don't depend on who plays the ranks
+            segments: kernel.segments(&team.first().queue, &whole, rows, longest, total),
             projects: question.w_uv.is_some(),
         };
-        let step = Step::allocate(&self.queue, &self.configuration, &self.shape, bucket)?;
-        question.ask(&self.queue, &step)?;
-        step.enqueue(&self.queue, &self.caches)?;
-        question.reply(&self.queue, &self.configuration, &step)
+        let step = Step::allocate(team, &self.configuration, bucket)?;
+        question.ask(team, &step)?;
+        step.enqueue(team, &self.caches, larger)?;
+        question.reply(team, &self.configuration, &step)
     }
 
     /// As [`Self::attend`], by a graph that was captured for the bucket that the question falls into: rows and requests beyond those
     /// of the question are padding, lengths are whatever they are now.
     fn replay(&mut self, question: &Question) -> Result<Reply, EngineError> {
         let rows = question.batch.rows.next_power_of_two();
-        let kernel = Kernel::of(&self.queue, &self.configuration, &self.shape);
+        let (team, whole) = (&self.team, Shape::of(&self.configuration));
+        let queue = &team.first().queue;
+        let kernel = Kernel::of(queue, &self.configuration, &whole);
         // a graph is fixed to its segments, so they are those of rows that share what the cache holds at most
         let longest = self.configuration.blocks * self.configuration.block_size;
         let total = longest * self.configuration.tp;
@@ -152,7 +189,7 @@ impl CudaSession {
             rows,
             requests: question.batch.requests().next_power_of_two(),
             entries: question.batch.table.len().next_power_of_two(),
-            segments: kernel.segments(&self.queue, &self.shape, rows, longest, total),
+            segments: kernel.segments(queue, &whole, rows, longest, total),
             projects: question.w_uv.is_some(),
         };
         let seen = self.captured.contains_key(&bucket);
@@ -160,49 +197,52 @@ impl CudaSession {
             if self.captured.len() >= MAX_CAPTURED {
                 self.captured.clear();
             }
-            let step = Step::allocate(&self.queue, &self.configuration, &self.shape, bucket)?;
+            let step = Step::allocate(team, &self.configuration, bucket)?;
             // the first run of a kernel may load code, which a capture does not allow
-            question.ask(&self.queue, &step)?;
-            step.enqueue(&self.queue, &self.caches)?;
-            self.queue.wait()?;
-            let graph = self.queue.capture(|| step.enqueue(&self.queue, &self.caches))?;
+            question.ask(team, &step)?;
+            step.enqueue(team, &self.caches, false)?;
+            queue.wait()?;
+            let graph = queue.capture(|| step.enqueue(team, &self.caches, false))?;
             let single_rows = question.batch.max_query_len() <= 1;
             self.captured.insert(bucket, Captured { graph, step, single_rows });
         }
         let captured = &self.captured[&bucket];
         let fault = self.fault.filter(|_| seen);
-        question.ask_as(&self.queue, &captured.step, fault, captured.single_rows)?;
+        question.ask_as(team, &captured.step, fault, captured.single_rows)?;
         captured.graph.replay()?;
         if fault == Some(ReplayFault::LateLengths) {
-            question.write_lengths(&self.queue, &captured.step)?;
+            question.write_lengths(team, &captured.step)?;
         }
-        let mut reply = question.reply(&self.queue, &self.configuration, &captured.step)?;
+        let mut reply = question.reply(team, &self.configuration, &captured.step)?;
         let graph = if seen { "replayed" } else { "captured" };
         reply.effective = reply.effective.with("graph", graph).with("bucket_rows", rows);
         Ok(reply)
     }
 }
 
-/// Why there are no kernels for an operation.
-fn absent(operation: &Operation) -> Option<&'static str> {
-    match operation {
-        Operation::MergePartials { lse_base: LseBase::Two } => {
-            Some("the merge kernels take natural LSEs only")
-        }
-        Operation::ImportCache { .. } => Some("no kernel takes requests over from another layout"),
-        Operation::InGroup { .. } => Some("a session has one KV group"),
-        Operation::PcpLayout { .. } => Some("no kernel shares a batch out over ranks of prefill"),
-        Operation::Route { .. } | Operation::Moe { .. } => Some("there are no kernels of experts"),
-        _ => None,
-    }
-}
-
 impl Session for CudaSession {
     fn step(&mut self, operation: &Operation, inputs: &mut Tensors) -> Result<Answer<Reply>, EngineError> {
-        if let Some(why) = absent(operation) {
-            return Ok(Answer::Unsupported(why.to_owned()));
+        let (number, operation) = match operation {
+            Operation::InGroup { group, step } => (*group, &**step),
+            step => (0, step),
+        };
+        let unsupported = |why: String| Ok(Answer::Unsupported(why));
+        match operation {
+            Operation::InGroup { .. } => {
+                return unsupported("a KV group has no groups of its own".to_owned());
+            }
+            Operation::PcpLayout { .. } => {
+                return unsupported("no kernel shares a batch out over ranks of prefill".to_owned());
+            }
+            Operation::Route { .. } | Operation::Moe { .. } => {
+                return unsupported("there are no kernels of experts".to_owned());
+            }
+            _ => {}
         }
-        self.queue.device.enter()?;
-        self.perform(operation, inputs).map(Answer::Done)
+        let groups = self.groups.len();
+        let Some(group) = self.groups.get_mut(number) else {
+            return unsupported(format!("there is no KV group {number}: the session has {groups}"));
+        };
+        group.perform(operation, inputs).map(Answer::Done)
     }
 }

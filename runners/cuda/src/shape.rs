@@ -3,11 +3,27 @@
 use shardcheck_engine::{Attention, Configuration, LaneOrder};
 use shardcheck_formats::Dtype;
 
+use crate::placement::Placement;
+
+/// `Group` of the kernels, field by field.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[repr(C)]
+pub struct Group {
+    pub first: i32,
+    pub count: i32,
+    pub devices: i32,
+    pub places: i32,
+    pub turn: i32,
+}
+
 /// `Shape` of the kernels, field by field.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[repr(C)]
 pub struct Shape {
     pub ranks: i32,
+    pub first: i32,
+    pub step: i32,
+    pub all: i32,
     pub world: i32,
     pub interleave: i32,
     pub block: i32,
@@ -27,12 +43,15 @@ pub struct Shape {
 }
 
 impl Shape {
-    /// Of a configuration that was checked.
+    /// Of a configuration that was checked, on one device that plays all ranks.
     pub fn of(configuration: &Configuration) -> Self {
         let attention = configuration.attention;
         let heads = configuration.gathered_heads();
         Self {
             ranks: configuration.tp as i32,
+            first: 0,
+            step: 1,
+            all: configuration.tp as i32,
             world: configuration.dcp as i32,
             interleave: configuration.interleave as i32,
             block: configuration.block_size as i32,
@@ -49,6 +68,18 @@ impl Shape {
             kv_scale: configuration.kv_scale,
             kv_inverse: 1.0 / configuration.kv_scale,
             score_scale: configuration.softmax_scale,
+        }
+    }
+
+    /// What one of several devices knows: its ranks alone.
+    #[must_use]
+    pub fn of_seat(self, placement: &Placement, seat: usize) -> Self {
+        Self {
+            ranks: placement.ranks_of(seat).count() as i32,
+            first: seat as i32,
+            step: placement.devices as i32,
+            all: placement.ranks as i32,
+            ..self
         }
     }
 
@@ -101,8 +132,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_shape_is_as_long_as_the_seventeen_words_of_the_kernels() {
-        assert_eq!(size_of::<Shape>(), 17 * 4);
+    fn the_shape_is_as_long_as_the_twenty_words_of_the_kernels() {
+        assert_eq!((size_of::<Shape>(), size_of::<Group>()), (20 * 4, 5 * 4));
     }
 
     #[test]

@@ -2,13 +2,16 @@
 
 use std::sync::Arc;
 
-use shardcheck_engine::{Configuration, EffectivePath, EngineError, Reply, Tensor, TensorError, Tensors};
+use shardcheck_engine::{
+    Configuration, EffectivePath, EngineError, LseBase, Reply, Tensor, TensorError, Tensors,
+};
 use shardcheck_formats::Dtype;
 
 use crate::batch::{contiguous, wrong_shape};
 use crate::exchange::{MergeBuffers, MergeShape, Route, Wire};
 use crate::queue::{Argument, Buffer, Extent, Queue};
 use crate::shape::Shape;
+use crate::team::{Seat, Team};
 
 /// `MergeStep` of the kernels.
 pub const MERGE_CHUNK: i32 = 0;
@@ -20,10 +23,10 @@ pub const MERGE_SUFFIX: i32 = 1;
 /// # Errors
 /// [`EngineError::Input`] for tensors that do not fit.
 pub fn merge_partials(
-    queue: &Arc<Queue>,
+    team: &Team,
     configuration: &Configuration,
-    shape: &Shape,
     inputs: &Tensors,
+    lse_base: LseBase,
 ) -> Result<Reply, EngineError> {
     let tensor = inputs.get("partial_out")?;
     let world = configuration.dcp;
@@ -37,20 +40,34 @@ pub fn merge_partials(
     let wire = wire("partial_out", tensor)?;
     let lse = inputs.get("partial_lse")?.expect("partial_lse", Dtype::F32, &[world, rows, heads])?;
     // one group alone merges
-    let group = Shape { ranks: world as i32, ..*shape };
+    let team = team.of_one_group();
     let route = Route::of(configuration, false);
-    let (partial, lse) = (read_wire(queue, tensor, wire)?, read_single(queue, lse)?);
-    let merge = MergeShape { rows, heads, dim, wire };
-    let buffers = MergeBuffers::allocate(queue, &group, merge, route.backend)?;
     let own = heads / world;
-    let (out, out_lse) =
-        (queue.allocate(world * rows * own * dim * wire.bytes())?, queue.allocate(4 * world * rows * own)?);
-    buffers.enqueue(queue, &group, (&partial, &lse), (&out, &out_lse))?;
-    let outputs = Tensors::new()
-        .with("out", whole(queue, &out, tensor.dtype(), &[world, rows, own, dim])?)
-        .with("lse", whole(queue, &out_lse, Dtype::F32, &[world, rows, own])?);
-    let effective = route.report(configuration.lane_order);
-    Ok(Reply { outputs, effective, collectives: vec![route.merge_collectives(); world] })
+    let states = team.each(|Seat { queue, shape }| {
+        let ranks = shape.ranks as usize;
+        let memory = (queue.upload(tensor.bytes())?, queue.upload(lse.bytes())?);
+        let of_ranks = |given: &Tensor, memory: &Buffer| read_ranks(queue, shape, given, memory);
+        let (partial, lse) = (of_ranks(tensor, &memory.0)?, of_ranks(lse, &memory.1)?);
+        let out = queue.allocate(ranks * rows * own * dim * wire.bytes())?;
+        Ok([on_wire(queue, partial, wire)?, lse, out, queue.allocate(4 * ranks * rows * own)?])
+    })?;
+    let merge = MergeShape { rows, heads, dim, wire, lse_base };
+    let buffers = MergeBuffers::allocate(&team, merge, route.backend)?;
+    let from: Vec<_> = states.iter().map(|[partial, lse, _, _]| (partial, lse)).collect();
+    let to: Vec<_> = states.iter().map(|[_, _, out, lse]| (out, lse)).collect();
+    team.begin();
+    buffers.enqueue(&team, &from, &to)?;
+    team.settle()?;
+    let of_seat = |(Seat { queue, shape }, (out, out_lse)): (&Seat, &(&Buffer, &Buffer))| {
+        let ranks = shape.ranks as usize;
+        Ok(Tensors::new()
+            .with("out", whole(queue, out, tensor.dtype(), &[ranks, rows, own, dim])?)
+            .with("lse", whole(queue, out_lse, Dtype::F32, &[ranks, rows, own])?))
+    };
+    let parts = team.seats().iter().zip(&to).map(of_seat).collect::<Result<_, EngineError>>()?;
+    let effective = team.report(route.report(configuration.lane_order));
+    let collectives = team.entered(route.merge_collectives());
+    Ok(Reply { outputs: team.assemble(parts)?, effective, collectives })
 }
 
 /// Merges two given states. The output has the element type of the first.
@@ -197,15 +214,38 @@ fn wire(name: &str, tensor: &Tensor) -> Result<Wire, EngineError> {
 /// The elements of a given tensor in f32, row-major, whatever its strides; the walk is the device's.
 fn read_single(queue: &Arc<Queue>, tensor: &Tensor) -> Result<Buffer, EngineError> {
     let memory = queue.upload(tensor.bytes())?;
-    let count = tensor.len();
+    read_strided(queue, (tensor.dtype(), memory.pointer()), tensor.shape(), &tensor.strides())
+}
+
+/// The same of the ranks of a device alone, out of a rank-major tensor's `memory`.
+fn read_ranks(
+    queue: &Arc<Queue>,
+    shape: &Shape,
+    tensor: &Tensor,
+    memory: &Buffer,
+) -> Result<Buffer, EngineError> {
+    let (mut extents, mut strides) = (tensor.shape().to_vec(), tensor.strides());
+    let before = shape.first as usize * strides[0] * tensor.dtype().size_bytes();
+    extents[0] = shape.ranks as usize;
+    strides[0] *= shape.step as usize;
+    read_strided(queue, (tensor.dtype(), memory.pointer() + before as u64), &extents, &strides)
+}
+
+fn read_strided(
+    queue: &Arc<Queue>,
+    (dtype, address): (Dtype, u64),
+    extents: &[usize],
+    strides: &[usize],
+) -> Result<Buffer, EngineError> {
+    let count = extents.iter().product::<usize>();
     let out = queue.allocate(4 * count)?;
     if count == 0 {
         return Ok(out);
     }
-    let missing = 4 - tensor.shape().len();
-    let extents = [vec![1; missing], tensor.shape().to_vec()].concat();
-    let strides = [vec![0; missing], tensor.strides()].concat();
-    let mut arguments = vec![memory.argument(), Argument::Int(i32::from(tensor.dtype() == Dtype::F32) * 2)];
+    let missing = 4 - extents.len();
+    let extents = [&vec![1; missing], extents].concat();
+    let strides = [&vec![0; missing], strides].concat();
+    let mut arguments = vec![Argument::Pointer(address), Argument::Int(i32::from(dtype == Dtype::F32) * 2)];
     arguments.push(Argument::Long(count as i64));
     arguments.extend(extents[1..].iter().map(|extent| Argument::Int(*extent as i32)));
     arguments.extend(strides.iter().map(|stride| Argument::Long(*stride as i64)));
@@ -214,13 +254,12 @@ fn read_single(queue: &Arc<Queue>, tensor: &Tensor) -> Result<Buffer, EngineErro
     Ok(out)
 }
 
-/// The elements of a given tensor in the wire's type, row-major.
-fn read_wire(queue: &Arc<Queue>, tensor: &Tensor, wire: Wire) -> Result<Buffer, EngineError> {
-    let single = read_single(queue, tensor)?;
+/// f32 elements in the wire's type.
+fn on_wire(queue: &Arc<Queue>, single: Buffer, wire: Wire) -> Result<Buffer, EngineError> {
     if wire == Wire::Single {
         return Ok(single);
     }
-    let count = tensor.len();
+    let count = single.bytes() / 4;
     let half = queue.allocate(2 * count)?;
     if count > 0 {
         let arguments = [single.argument(), Argument::Long(count as i64), half.argument()];

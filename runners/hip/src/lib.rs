@@ -6,7 +6,7 @@
 
 mod runtime;
 
-pub use runtime::{Code, Hip};
+pub use runtime::{Code, Hip, signatures};
 
 /// Why there is no device.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]

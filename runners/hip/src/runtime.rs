@@ -26,6 +26,10 @@ macro_rules! functions {
         $(#[$meta])*
         struct $table { $($field: unsafe extern "C" fn($($argument),*) -> c_int,)* }
         impl $table {
+            /// Each function with the sizes of its arguments in bytes.
+            const SIGNATURES: &'static [(&'static str, &'static [usize])] =
+                &[$(($symbol, &[$(size_of::<$argument>()),*])),*];
+
             fn load(library: &Library) -> Result<Self, NoDevice> {
                 Ok(Self { $($field: {
                     // SAFETY: the symbol has this signature in every release that the names above stand for.
@@ -66,6 +70,11 @@ functions! {
         code = "hiprtcGetCode": fn(Handle, *mut c_char);
         destroy = "hiprtcDestroyProgram": fn(*mut Handle);
     }
+}
+
+/// The functions that are used, each with the sizes of its arguments in bytes: what bindings of the vendor's headers are held against.
+pub fn signatures() -> impl Iterator<Item = (&'static str, &'static [usize])> {
+    Runtime::SIGNATURES.iter().chain(Compiler::SIGNATURES).copied()
 }
 
 /// Machine code of the current device.

@@ -270,7 +270,7 @@ SC_EXPORT attend_dense(Shape s, const u16 *query, i32 rows, const i32 *firsts, c
     w.end = counts[row];
     const i64 index = (i64)at * s.own + head;
     if (w.end <= 0) return;
-    w.query = query + (((i64)row * s.ranks + rank) * s.own + head) * s.key_dim;
+    w.query = query + (((i64)row * s.all + rank_at(s, rank)) * s.own + head) * s.key_dim;
     w.head_stride = s.key_dim;
     w.kv_head = kv_head_of(s, member_of(s, rank) * s.own + head);
     w.max = max + index;

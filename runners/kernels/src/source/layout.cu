@@ -1,7 +1,9 @@
 // The interleaved layout: who owns a position, where it lies, what a row sees. Formulas: ATOM `dcp_ops.py` (`dcp_owner_rank`,
 // `dcp_local_index`, `get_dcp_local_seq_lens`, `get_dcp_local_window_lens`), vLLM `cp_utils.py` (`cp_local_slot`).
 
-SC_DEVICE i32 member_of(const Shape &s, i32 rank) { return rank % s.world; }
+// The rank of the session that a device plays as its `place`-th, and what that rank is in its group.
+SC_DEVICE i32 rank_at(const Shape &s, i32 place) { return s.first + place * s.step; }
+SC_DEVICE i32 member_of(const Shape &s, i32 place) { return rank_at(s, place) % s.world; }
 
 SC_DEVICE i32 owner_of(const Shape &s, i64 position) {
 #ifdef FAULT_OWNER_ROTATED_FORWARD

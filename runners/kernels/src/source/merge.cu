@@ -14,33 +14,31 @@ SC_DEVICE float sanitised(float lse) {
 #endif
 }
 
-SC_DEVICE float merge_exp(float x) {
-#ifdef FAULT_MERGE_IN_BASE_2
-    return base_2_exp(x);
+// Whether powers and logarithms are those of 2, `two` being whether the LSEs are given in that base.
+SC_DEVICE bool in_base_2(i32 two) {
+#if defined(FAULT_MERGE_IN_BASE_2)
+    return true;
+#elif defined(FAULT_BASE_2_TAKEN_AS_NATURAL)
+    return false;
 #else
-    return natural_exp(x);
+    return two != 0;
 #endif
 }
-SC_DEVICE float merge_log(float x) {
-#ifdef FAULT_MERGE_IN_BASE_2
-    return base_2_log(x);
-#else
-    return natural_log(x);
-#endif
-}
+SC_DEVICE float merge_exp(float x, i32 two) { return in_base_2(two) ? base_2_exp(x) : natural_exp(x); }
+SC_DEVICE float merge_log(float x, i32 two) { return in_base_2(two) ? base_2_log(x) : natural_log(x); }
 
-// g = log sum exp lse, over `count` LSEs; -infinity where all are.
-SC_DEVICE float log_sum_exp(const float *lses, i32 count) {
+// g = log sum exp lse, over `count` LSEs of the same base; -infinity where all are.
+SC_DEVICE float log_sum_exp(const float *lses, i32 count, i32 two) {
     float largest = SC_NEG_INF;
     for (i32 i = 0; i < count; i++) largest = SC_MAX(largest, lses[i]);
     if (largest == SC_NEG_INF) return largest;
     float sum = 0.0f;
-    for (i32 i = 0; i < count; i++) sum += merge_exp(lses[i] - largest);
-    return largest + merge_log(sum);
+    for (i32 i = 0; i < count; i++) sum += merge_exp(lses[i] - largest, two);
+    return largest + merge_log(sum, two);
 }
 
 // Weights exp(lse - g) of partials, in place of their LSEs; returns the merged LSE.
-SC_DEVICE float combine(float *lses, i32 count) {
+SC_DEVICE float combine(float *lses, i32 count, i32 two) {
 #if defined(FAULT_MERGE_WITHOUT_MAXIMUM)
     float sum = 0.0f;
     for (i32 i = 0; i < count; i++) sum += natural_exp(lses[i]);
@@ -53,14 +51,14 @@ SC_DEVICE float combine(float *lses, i32 count) {
 #ifdef FAULT_FIRST_RANK_WEIGHS_TOO_MUCH
     lses[0] += 0.02f;
 #endif
-    float merged = log_sum_exp(lses, count), largest = SC_NEG_INF, shown = merged;
+    float merged = log_sum_exp(lses, count, two), largest = SC_NEG_INF, shown = merged;
     for (i32 i = 0; i < count; i++) largest = SC_MAX(largest, lses[i]);
     if (merged == SC_NEG_INF) {
         for (i32 i = 0; i < count; i++) lses[i] = 0.0f;
         return merged;
     }
 #ifdef FAULT_N_WAY_MERGE_COUNTS_TWO
-    const float of_two = log_sum_exp(lses, count < 2 ? count : 2);
+    const float of_two = log_sum_exp(lses, count < 2 ? count : 2, two);
     if (of_two != SC_NEG_INF) shown = merged = of_two;
 #endif
 #ifdef FAULT_MERGED_LSE_IS_THE_MAXIMUM
@@ -75,9 +73,9 @@ SC_DEVICE float combine(float *lses, i32 count) {
 #endif
 #ifdef FAULT_WEIGHTS_FROM_BF16_LSES
     for (i32 i = 0; i < count; i++) lses[i] = round_bf16(lses[i]);
-    merged = log_sum_exp(lses, count);
+    merged = log_sum_exp(lses, count, two);
 #endif
-    for (i32 i = 0; i < count; i++) lses[i] = merge_exp(lses[i] - merged);
+    for (i32 i = 0; i < count; i++) lses[i] = merge_exp(lses[i] - merged, two);
 #if defined(FAULT_RANKS_AVERAGED)
     i32 held = 0;
     for (i32 i = 0; i < count; i++) held += lses[i] > 0.0f;
@@ -252,7 +250,7 @@ SC_EXPORT gather_bytes(Shape s, const u8 *sent, i64 bytes, u8 *gathered) {
 
 // Weighs what every member sent for a rank's heads and adds it in member order, rounding once. received [ranks, W, T, H, D +
 // lanes]; out [ranks, T, H, D] of the wire's type; lse [ranks, T, H]. Blocks: (rank·T + row, own head).
-SC_EXPORT sum_partials(Shape s, const void *received, i32 rows, i32 own, i32 dim, i32 half, void *out, float *lse) {
+SC_EXPORT sum_partials(Shape s, const void *received, i32 rows, i32 own, i32 dim, i32 half, i32 two, void *out, float *lse) {
     __shared__ float weights[MAX_WORLD];
     __shared__ float merged;
     const i32 head = SC_BLOCK_Y, at = SC_BLOCK_X, rank = at / rows, row = at % rows, lanes = half ? 2 : 1;
@@ -273,7 +271,7 @@ SC_EXPORT sum_partials(Shape s, const void *received, i32 rows, i32 own, i32 dim
         weights[m] = sanitised(weights[m]);
     }
     SC_SYNC();
-    if (SC_THREAD == 0) merged = combine(weights, s.world);
+    if (SC_THREAD == 0) merged = combine(weights, s.world, two);
     SC_SYNC();
     const i64 to = ((i64)at * own + placed_head(head, own)) * dim;
     for (i32 d = SC_THREAD; d < dim; d += SC_THREADS) {
@@ -288,7 +286,7 @@ SC_EXPORT sum_partials(Shape s, const void *received, i32 rows, i32 own, i32 dim
 // reduce-scatter, [ranks, W, T, H, D]: the part that each receiver is given. merged_lse [ranks, T, heads].
 // Blocks: (rank·T + row, head of the group).
 SC_EXPORT correct_partials(Shape s, const void *partial, const float *gathered, i32 rows, i32 heads, i32 dim, i32 half,
-                           void *corrected, float *merged_lse) {
+                           i32 two, void *corrected, float *merged_lse) {
     __shared__ float weights[MAX_WORLD];
     const i32 head = SC_BLOCK_Y, at = SC_BLOCK_X, rank = at / rows, row = at % rows, own = heads / s.world;
     const i64 in_rank = (i64)row * heads + head, count = (i64)rows * heads;
@@ -302,7 +300,7 @@ SC_EXPORT correct_partials(Shape s, const void *partial, const float *gathered, 
             gathered[((i64)rank * s.world + source) * count + lse_of_output(in_rank, rows, heads)]);
     }
     SC_SYNC();
-    if (SC_THREAD == 0) merged_lse[(i64)rank * count + in_rank] = combine(weights, s.world);
+    if (SC_THREAD == 0) merged_lse[(i64)rank * count + in_rank] = combine(weights, s.world, two);
     SC_SYNC();
     const float weight = weights[member_of(s, rank)];
     const i32 block = head / own;
@@ -319,20 +317,20 @@ SC_EXPORT correct_partials(Shape s, const void *partial, const float *gathered, 
         store_wire(half, corrected, to + d, weighed(weight, load_wire(half, partial, from + d)));
 }
 
-// Adds what the members sent, in member order, rounding after every addition. received [ranks, W, T, H, D]; lse out of
-// merged_lse [ranks, T, heads]. Blocks: (rank·T + row, own head).
-SC_EXPORT reduce_partials(Shape s, const void *received, const float *merged_lse, i32 rows, i32 own, i32 dim, i32 half, void *out,
-                          float *lse) {
+// Adds what the members sent, in member order, rounding after every addition. received [ranks, parts, T, H, D]: W parts, or one where
+// a collective of devices has added them. lse out of merged_lse [ranks, T, heads]. Blocks: (rank·T + row, own head).
+SC_EXPORT reduce_partials(Shape s, const void *received, i32 parts, const float *merged_lse, i32 rows, i32 own, i32 dim, i32 half,
+                          void *out, float *lse) {
     const i32 head = SC_BLOCK_Y, at = SC_BLOCK_X, rank = at / rows, row = at % rows, member = member_of(s, rank);
     const i64 stride = (i64)rows * own * dim;
-    const i64 first = (i64)rank * s.world * stride + ((i64)row * own + head) * dim;
+    const i64 first = (i64)rank * parts * stride + ((i64)row * own + head) * dim;
     const i64 to = ((i64)at * own + placed_head(head, own)) * dim;
-    i32 begin = 0, end = s.world;
+    i32 begin = 0, end = parts;
 #if defined(FAULT_REDUCE_SCATTER_LEAVES_OUT_A_RANK)
-    end = s.world > 1 ? s.world - 1 : 1;
+    end = parts > 1 ? parts - 1 : 1;
 #elif defined(FAULT_REDUCE_SCATTER_KEEPS_ITS_OWN)
-    begin = member;
-    end = member + 1;
+    begin = parts > 1 ? member : 0;
+    end = begin + 1;
 #endif
 #if defined(FAULT_REDUCE_SCATTER_AVERAGES)
     const float factor = 1.0f / (float)s.world;

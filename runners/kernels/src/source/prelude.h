@@ -74,7 +74,10 @@ typedef long long i64;
 
 // What every kernel knows of a session; mirrored in Rust, field by field.
 struct Shape {
-    i32 ranks;       // all ranks of the session
+    i32 ranks;       // ranks that this device plays
+    i32 first;       // the first of them, among all ranks of the session
+    i32 step;        // how far apart they are: devices of the session
+    i32 all;         // all ranks of the session
     i32 world;       // ranks of one group
     i32 interleave;  // S
     i32 block;       // B

@@ -1,7 +1,7 @@
 // The query that a rank's kernel receives: its own heads gathered over the group, or the group's heads at once.
 // query [T, heads of all ranks, Dk], bf16.
 
-// own [ranks, T, H, Dk]: what each rank projects itself.
+// own [ranks, T, H, Dk]: what each rank projects itself. `ranks` are those that the device plays here and below.
 SC_EXPORT select_own_heads(Shape s, const u16 *query, i32 rows, u16 *own) {
     const i64 index = SC_INDEX, count = (i64)s.ranks * rows * s.own * s.key_dim;
     if (index >= count) return;
@@ -10,16 +10,17 @@ SC_EXPORT select_own_heads(Shape s, const u16 *query, i32 rows, u16 *own) {
 #if defined(FAULT_OWN_HEADS_BY_PLACE_IN_GROUP)
     const i32 first = member_of(s, rank) * s.own;
 #elif defined(FAULT_OWN_HEADS_OF_THE_NEXT_RANK)
-    const i32 first = (rank + 1 < s.ranks ? rank + 1 : rank) * s.own;
+    const i32 next = rank_at(s, rank) + 1, first = (next < s.all ? next : next - 1) * s.own;
 #else
-    const i32 first = rank * s.own;
+    const i32 first = rank_at(s, rank) * s.own;
 #endif
-    own[index] = query[((i64)row * s.ranks * s.own + first + head) * s.key_dim + d];
+    own[index] = query[((i64)row * s.all * s.own + first + head) * s.key_dim + d];
 }
 
-// kernel query [ranks, T, width, Dk] out of what the members of the group sent, own [ranks, T, H, Dk]; heads beyond the
-// group's are zeros: repeating a head would reorder what a kernel groups.
-SC_EXPORT gather_heads(Shape s, const u16 *own, i32 rows, u16 *gathered) {
+// kernel query [ranks, T, width, Dk] out of what the members of the group sent: own [ranks, T, H, Dk] where one device plays all
+// ranks, else exchanged [ranks, W, T, H, Dk], which every rank was brought. Heads beyond the group's are zeros: repeating a head
+// would reorder what a kernel groups.
+SC_EXPORT gather_heads(Shape s, const u16 *own, i32 exchanged, i32 rows, u16 *gathered) {
     const i64 index = SC_INDEX, count = (i64)s.ranks * rows * s.width * s.key_dim;
     if (index >= count) return;
     const i32 d = (i32)(index % s.key_dim), head = (i32)(index / s.key_dim % s.width);
@@ -42,8 +43,8 @@ SC_EXPORT gather_heads(Shape s, const u16 *own, i32 rows, u16 *gathered) {
     from = (i32)(flat / s.own % rows);
     place = (i32)(flat % s.own);
 #endif
-    const i32 sender = rank / s.world * s.world + member;
-    gathered[index] = own[(((i64)sender * rows + from) * s.own + place) * s.key_dim + d];
+    const i64 sender = exchanged ? (i64)rank * s.world + member : rank / s.world * s.world + member;
+    gathered[index] = own[((sender * rows + from) * s.own + place) * s.key_dim + d];
 }
 
 // The same where every rank projects the heads of its group itself.
@@ -55,10 +56,10 @@ SC_EXPORT select_group_heads(Shape s, const u16 *query, i32 rows, u16 *gathered)
 #if defined(FAULT_EVERY_GROUP_TAKES_THE_FIRST)
     const i32 first = 0;
 #else
-    const i32 first = rank / s.world * s.heads;
+    const i32 first = rank_at(s, rank) / s.world * s.heads;
 #endif
     gathered[index] =
-        head < s.heads ? query[((i64)row * s.ranks * s.own + first + head) * s.key_dim + d] : (u16)0;
+        head < s.heads ? query[((i64)row * s.all * s.own + first + head) * s.key_dim + d] : (u16)0;
 }
 
 // Heads [ranks, T, heads, Dk] without the padding of [ranks, T, width, Dk]: what is shown of the kernel's query.
@@ -74,9 +75,10 @@ SC_EXPORT strip_heads(Shape s, const u16 *padded, i32 rows, u16 *out) {
 // in and out, f32 between. `group` says whether `heads` are those of the group or the rank's own. One block a head.
 SC_EXPORT project_heads(Shape s, const u16 *in, const u16 *w_uv, i32 rows, i32 heads, i32 from, i32 to, i32 group, u16 *out) {
     const i32 row = SC_BLOCK_X, head = SC_BLOCK_Y, rank = SC_BLOCK_Z;
-    i32 of_all = group ? rank / s.world * s.heads + head : rank * s.own + head;
+    const i32 of_session = rank_at(s, rank);
+    i32 of_all = group ? of_session / s.world * s.heads + head : of_session * s.own + head;
 #ifdef FAULT_UP_PROJECTION_OF_OWN_HEADS
-    if (group) of_all = rank * s.own + head % s.own;
+    if (group) of_all = of_session * s.own + head % s.own;
 #endif
     const u16 *latent = in + (((i64)rank * rows + row) * heads + head) * from;
     const u16 *weights = w_uv + (i64)of_all * from * to;

@@ -8,7 +8,7 @@ SC_DEVICE float weigh_states(float prefix, float suffix, i32 step, float *weight
     weights[1] = sanitised(suffix);
     const float first = weights[0], second = weights[1];
     (void)first, (void)second, (void)step;
-    float merged = combine(weights, 2);
+    float merged = combine(weights, 2, 0);
 #if defined(FAULT_CHUNK_REPLACES_EARLIER_CHUNKS)
     if (step == MERGE_CHUNK) { weights[0] = 0.0f; weights[1] = 1.0f; merged = suffix; }
 #elif defined(FAULT_LATER_CHUNKS_DROPPED)

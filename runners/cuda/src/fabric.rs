@@ -1,0 +1,211 @@
+//! The collectives between the devices of an engine: one communicator for each set of devices that a group is on, all of this process.
+//!
+//! Calls never wait inside the vendor's library: every communicator is asynchronous, and is asked for its end no longer than ranks may
+//! wait. One lock orders the collectives of all sessions, and each device runs them in that order, so that two sessions can't wait for
+//! each other crosswise. A collective that hangs is aborted with all communicators; sessions that were under way are lost with it.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use shardcheck_collectives::{Collectives, CollectivesError, Communicator, UniqueId, Vendor};
+use shardcheck_engine::EngineError;
+
+use crate::device::Device;
+use crate::queue::{Event, Queue};
+
+/// How long joining a communicator may take: the library looks at the whole machine before it answers.
+const JOIN_LIMIT: Duration = Duration::from_secs(120);
+/// How long a session that hung waits for what it gave up: the end of a process would take the library's memory away under it.
+const ABORT_LIMIT: Duration = Duration::from_secs(20);
+/// Pause between two looks at whether something has come to its end.
+const LOOK: Duration = Duration::from_micros(20);
+
+/// The devices of an engine and their communicators.
+pub struct Fabric {
+    library: Arc<Collectives>,
+    devices: Vec<Arc<Device>>,
+    /// How long ranks may wait for each other.
+    pub wait: Duration,
+    /// How often everything was aborted.
+    aborted: AtomicU64,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    /// One communicator a device, by the devices.
+    cliques: BTreeMap<Vec<usize>, Vec<Communicator>>,
+    /// Behind the last collective of each device.
+    turns: BTreeMap<usize, Event>,
+}
+
+/// Why a collective did not come about.
+#[derive(Debug)]
+pub enum Halt {
+    /// The library or the driver failed.
+    Failed(EngineError),
+    /// It did not come to its end in time, and was aborted.
+    Late,
+}
+
+impl From<CollectivesError> for Halt {
+    fn from(error: CollectivesError) -> Self {
+        Self::Failed(EngineError::Crash { text: error.to_string() })
+    }
+}
+
+impl From<EngineError> for Halt {
+    fn from(error: EngineError) -> Self {
+        Self::Failed(error)
+    }
+}
+
+impl Fabric {
+    /// Opens the vendor's library, by its file where one is given, and joins all devices.
+    ///
+    /// # Errors
+    /// What is missing or failed, in words.
+    pub fn open(
+        devices: Vec<Arc<Device>>,
+        file: Option<&Path>,
+        wait: Duration,
+    ) -> Result<Arc<Self>, EngineError> {
+        let crash = |error: CollectivesError| EngineError::Crash { text: error.to_string() };
+        let library = Collectives::open(Vendor::Nccl, file).map_err(crash)?;
+        let fabric =
+            Self { library, devices, wait, aborted: AtomicU64::new(0), state: Mutex::new(State::default()) };
+        let all: Vec<usize> = (0..fabric.devices.len()).collect();
+        match fabric.joined(&all) {
+            Ok(clique) => drop(fabric.lock().cliques.insert(all, clique)),
+            Err(Halt::Failed(error)) => return Err(error),
+            Err(Halt::Late) => {
+                return Err(EngineError::Crash { text: "the devices did not join in time".to_owned() });
+            }
+        }
+        Ok(Arc::new(fabric))
+    }
+
+    /// Version of the library as it counts: 22803 is 2.28.3.
+    pub fn version(&self) -> i32 {
+        self.library.version().unwrap_or(0)
+    }
+
+    /// The devices.
+    pub fn devices(&self) -> &[Arc<Device>] {
+        &self.devices
+    }
+
+    /// How often everything was aborted so far: sessions that began before the last time are lost.
+    pub fn generation(&self) -> u64 {
+        self.aborted.load(Ordering::Acquire)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn joined(&self, devices: &[usize]) -> Result<Vec<Communicator>, Halt> {
+        let id = UniqueId::new(&self.library)?;
+        let mut clique = Vec::with_capacity(devices.len());
+        self.library.grouped(|| -> Result<(), Halt> {
+            for (rank, device) in devices.iter().enumerate() {
+                self.devices[*device].enter()?;
+                clique.push(Communicator::join_asynchronously(&self.library, &id, rank, devices.len())?);
+            }
+            Ok(())
+        })?;
+        let began = Instant::now();
+        for communicator in &clique {
+            while !communicator.is_ready()? {
+                if began.elapsed() > JOIN_LIMIT {
+                    return Err(Halt::Late);
+                }
+                thread::sleep(LOOK);
+            }
+        }
+        Ok(clique)
+    }
+
+    /// Puts one collective of `devices` into the streams of those that are there, `queues[i]` being that of `devices[i]` or `None` where
+    /// it keeps out; `call` enqueues a device's part by its number among them.
+    ///
+    /// # Errors
+    /// [`Halt::Late`] where the call itself does not end in time, which aborts everything; what the library or the driver says.
+    pub(crate) fn enqueue(
+        &self,
+        generation: u64,
+        devices: &[usize],
+        queues: &[Option<&Arc<Queue>>],
+        mut call: impl FnMut(usize, &mut Communicator) -> Result<(), CollectivesError>,
+    ) -> Result<(), Halt> {
+        let mut state = self.lock();
+        if self.generation() != generation {
+            return Err(Halt::Failed(lost()));
+        }
+        if !state.cliques.contains_key(devices) {
+            let clique = self.joined(devices)?;
+            state.cliques.insert(devices.to_vec(), clique);
+        }
+        let State { cliques, turns } = &mut *state;
+        let clique = cliques.get_mut(devices).expect("it was just made");
+        let present = || queues.iter().enumerate().filter_map(|(index, queue)| Some((index, (*queue)?)));
+        for (index, queue) in present() {
+            if let Some(turn) = turns.get(&devices[index]) {
+                queue.wait_for(turn)?;
+            }
+        }
+        self.library.grouped(|| -> Result<(), Halt> {
+            for (index, queue) in present() {
+                queue.device.enter()?;
+                call(index, &mut clique[index])?;
+            }
+            Ok(())
+        })?;
+        let began = Instant::now();
+        for (index, queue) in present() {
+            while !clique[index].is_ready()? {
+                if began.elapsed() > self.wait {
+                    self.abort_all(std::mem::take(&mut state.cliques));
+                    return Err(Halt::Late);
+                }
+                thread::sleep(LOOK);
+            }
+            turns.insert(devices[index], queue.record()?);
+        }
+        Ok(())
+    }
+
+    /// Gives up everything that is under way: what hangs on a device ends, and new sessions join anew.
+    pub fn abort(&self) {
+        let cliques = std::mem::take(&mut self.lock().cliques);
+        self.abort_all(cliques);
+    }
+
+    fn abort_all(&self, cliques: BTreeMap<Vec<usize>, Vec<Communicator>>) {
+        self.aborted.fetch_add(1, Ordering::AcqRel);
+        // on a thread of its own: the library may itself wait. It keeps the devices' contexts alive
+        let devices = self.devices.clone();
+        let abort = move || {
+            for communicator in cliques.into_values().flatten() {
+                // it is given up either way
+                let _ = communicator.abort();
+            }
+            drop(devices);
+        };
+        if let Ok(aborting) = thread::Builder::new().name("abort".to_owned()).spawn(abort) {
+            let began = Instant::now();
+            while !aborting.is_finished() && began.elapsed() < ABORT_LIMIT {
+                thread::sleep(Duration::from_millis(1));
+            }
+        }
+    }
+}
+
+/// The error of a session that was lost to another's hang.
+fn lost() -> EngineError {
+    EngineError::Interrupted { text: "the devices' collectives were aborted for another session".to_owned() }
+}
