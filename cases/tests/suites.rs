@@ -70,6 +70,7 @@ fn families_of_the_gate_have_their_shares() {
     for (family, least) in [
         (Family::Layout, 280),
         (Family::Pcp, 90),
+        (Family::Acceptance, 45),
         (Family::Write, 140),
         (Family::PackLse, 20),
         (Family::MergeStates, 90),

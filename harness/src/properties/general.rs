@@ -19,6 +19,7 @@ pub(super) const PROPERTIES: &[Property] = &[
             Family::Pcp,
             Family::Route,
             Family::Moe,
+            Family::Acceptance,
             Family::Decode,
             Family::Verify,
             Family::Draft,

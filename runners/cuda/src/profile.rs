@@ -45,8 +45,13 @@ pub fn profile(properties: &Properties, graphs: Graphs) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 4] =
-    [OperationKind::ImportCache, OperationKind::PcpLayout, OperationKind::Route, OperationKind::Moe];
+const WITHOUT_KERNELS: [OperationKind; 5] = [
+    OperationKind::ImportCache,
+    OperationKind::PcpLayout,
+    OperationKind::AcceptDrafts,
+    OperationKind::Route,
+    OperationKind::Moe,
+];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -85,6 +90,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::PcpLayout
         | OperationKind::Route
         | OperationKind::Moe
+        | OperationKind::AcceptDrafts
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -117,7 +117,8 @@ impl CudaSession {
             | Operation::InGroup { .. }
             | Operation::PcpLayout { .. }
             | Operation::Route { .. }
-            | Operation::Moe { .. } => {
+            | Operation::Moe { .. }
+            | Operation::AcceptDrafts { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -193,6 +194,7 @@ fn absent(operation: &Operation) -> Option<&'static str> {
         Operation::InGroup { .. } => Some("a session has one KV group"),
         Operation::PcpLayout { .. } => Some("no kernel shares a batch out over ranks of prefill"),
         Operation::Route { .. } | Operation::Moe { .. } => Some("there are no kernels of experts"),
+        Operation::AcceptDrafts { .. } => Some("no kernel accepts drafts"),
         _ => None,
     }
 }
