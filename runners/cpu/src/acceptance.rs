@@ -225,6 +225,11 @@ impl Sampler<'_> {
         (self.policies.bonus_row)(request.first, request.drafts.len())
     }
 
+    fn number(&self, row: usize) -> f32 {
+        let numbers = &self.batch.uniform;
+        (self.policies.number)(self.rank, row.min(numbers.len() - 1), numbers)
+    }
+
     fn greedy(&self, request: &Request) -> (usize, Draw) {
         let matches = |(index, draft): (usize, &i64)| {
             let row = self.batch.target_row(self.target_row(request, index));
@@ -253,7 +258,7 @@ impl Sampler<'_> {
     fn standard(&self, request: &Request) -> (usize, Draw) {
         for index in 0..request.drafts.len() {
             let (target, draft) = self.chances(request, index);
-            let number = (self.policies.number)(self.rank, request.first + index, &self.batch.uniform);
+            let number = self.number(request.first + index);
             if !(self.policies.accepts)(target, draft, number) {
                 return (index, Draw::Residual(self.target_row(request, index), index, 1.0));
             }
@@ -273,7 +278,7 @@ impl Sampler<'_> {
             } else {
                 (self.policies.continued)(self.mass(request, index + 1, prefix), prefix)
             };
-            let number = (self.policies.number)(self.rank, request.first + index, &self.batch.uniform);
+            let number = self.number(request.first + index);
             passes.push(prefix > 0.0 && number <= bound);
         }
         let accepted = (self.policies.longest)(&passes).min(count);

@@ -11,8 +11,8 @@ pub fn steps() -> Vec<(Operation, Tensors)> {
     let mut steps = Vec::new();
     for method in AcceptanceMethod::ALL {
         for one_hot in [false, true] {
-            for counts in [&[3, 0, 4, 1, 2, 4, 3, 4, 2, 4, 1, 3][..], &[0, 0]] {
-                let inputs = batch(counts, one_hot, method == AcceptanceMethod::Greedy);
+            for counts in [[3, 0, 4, 1, 2, 4, 3, 4, 2, 4, 1, 3].repeat(24), vec![0, 0]] {
+                let inputs = batch(&counts, one_hot, method == AcceptanceMethod::Greedy);
                 steps.push((Operation::AcceptDrafts { method, ranks: 3 }, inputs));
             }
         }
@@ -55,7 +55,7 @@ fn batch(counts: &[usize], one_hot: bool, greedy: bool) -> Tensors {
     let rows = target.len() / TOKENS;
     let numbers: Vec<f32> =
         (0..rows).map(|row| if row % 5 == 0 { 0.0 } else { below(1000) as f32 / 1000.0 }).collect();
-    let noise: Vec<f32> = (0..rows * TOKENS).map(|_| below(4000) as f32 / 1000.0 - 1.0).collect();
+    let noise: Vec<f32> = (0..rows * TOKENS).map(|_| below(1000) as f32 / 700.0).collect();
     let floats = |shape: &[usize], values: &[f32]| Tensor::from_f32(Dtype::F32, shape, values);
     let count = counts.len();
     let mut inputs = Tensors::new()
