@@ -202,12 +202,12 @@ fn block(request: &Request<'_>) -> Vec<usize> {
             continued(prefix, mass(request, prefix, index + 1))
         };
         let uniform = f64::from(request.uniform[index]);
-        match (bound.high > 0.0 && uniform <= bound.low, bound.high == 0.0 || uniform > bound.high) {
-            // `u ≤ 0` holds for u = 0, but a draft that the target can't have is no part of a block
-            (true, _) if bound.low > 0.0 => Choice::Yes,
-            (_, true) => Choice::No,
-            _ => Choice::Either,
+        // a prefix that the target can't have is no part of a block, though `u ≤ 0` holds for u = 0
+        if prefix.high == 0.0 || uniform > bound.high {
+            return Choice::No;
         }
+        // where nothing is left behind a prefix, only the number 0 takes it, and which numbers there are is the engine's business
+        if uniform <= bound.low && bound.low > 0.0 { Choice::Yes } else { Choice::Either }
     };
     let choices: Vec<Choice> = (0..drafts.len()).map(choice).collect();
     let longest = |length: usize| {
@@ -265,8 +265,11 @@ pub fn weights(method: Method, request: &Request<'_>, accepted: usize) -> Vec<In
         _ => Interval::ONE,
     };
     let left = residual(request, prefix, accepted);
-    // nothing is left where both laws are the same: a rejection is then a rounding, and any token of the target may follow
-    if left.iter().all(|weight| weight.high == 0.0) { request.target_law(accepted) } else { left }
+    if left.iter().any(|weight| weight.high > 0.0) {
+        return left;
+    }
+    // nothing is left where both laws are the same or the number is 0: any token that the target can have may follow
+    request.target_law(accepted).iter().map(|chance| Interval { low: 0.0, ..*chance }).collect()
 }
 
 /// Tokens that may be the first argmax of `ln weight + noise`.

@@ -307,6 +307,29 @@ fn beside_a_threshold_within_rounding_both_outcomes_are_allowed_and_equal_laws_a
     }
 }
 
+#[test]
+fn a_block_that_only_the_number_zero_takes_is_open_and_any_token_of_the_target_may_follow() {
+    // the first draft has a quarter of its probability left, of which the second row's drafter leaves nothing over
+    let logs = |law: &[f32]| law.iter().map(|chance| chance.ln()).collect::<Vec<_>>();
+    let target = logs(&[0.2, 0.8, 0.0, 0.5, 0.5, 0.0, 1.0, 0.0, 0.0]);
+    let draft = logs(&[0.8, 0.2, 0.0, 0.5, 0.5, 0.0]);
+    let found = |uniform: f32| {
+        let request = Request {
+            vocabulary: 3,
+            drafts: &[0, 1],
+            target: &target,
+            draft: Some(&draft),
+            temperature: 1.0,
+            uniform: &[uniform, 0.9, 0.0],
+            noise: &[0.0; 9],
+        };
+        outcomes(Method::Block, &request)
+    };
+    let rejected = Outcome { accepted: 0, tokens: vec![1] };
+    assert_eq!(found(1e-3), std::slice::from_ref(&rejected));
+    assert_eq!(found(0.0), [rejected, Outcome { accepted: 1, tokens: vec![0, 1] }]);
+}
+
 /// Softmax in 32 bits, summed in another order, as `(ln p, p)`.
 fn single(logits: &[f32], temperature: f32, backwards: bool) -> Vec<(f32, f32)> {
     let z: Vec<f32> = logits.iter().map(|l| l * (1.0 / temperature)).collect();
