@@ -53,15 +53,13 @@ impl Material {
         match &case.body {
             Body::Attention(attention) => AttentionMaterial::new(family, attention.clone(), seed, profile)
                 .map(|material| Self::Attention(Box::new(material))),
-            Body::Merge(merge) => {
-                MergeMaterial::new(family, merge, seed, profile).map(Box::new).map(Self::Merge)
-            }
+            Body::Merge(own) => MergeMaterial::new(family, own, seed, profile).map(Box::new).map(Self::Merge),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
             Body::Acceptance(drafts) => Ok(Self::Accepting(Box::new(AcceptanceMaterial::new(drafts, seed)))),
             Body::Route(route) => RouteMaterial::new(route, seed, profile).map(Box::new).map(Self::Route),
             Body::Moe(moe) => MoeMaterial::new(moe, seed, profile).map(Box::new).map(Self::Layer),
-            Body::Sequence(steps) => {
-                SequenceMaterial::new(steps, seed, profile).map(Box::new).map(Self::Sequence)
+            Body::Sequence(own) => {
+                SequenceMaterial::new(own, seed, profile).map(Box::new).map(Self::Sequence)
             }
             Body::Rules(_) => Ok(Self::Rules),
         }
