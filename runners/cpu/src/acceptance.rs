@@ -14,6 +14,9 @@ use batch::{Batch, Request};
 /// Most ranks that a vocabulary is sharded over.
 const MAX_RANKS: usize = 4096;
 
+/// Largest logit of a shard, and the sum of its exponentials relative to that.
+pub type Part = (f32, f32);
+
 /// What a draft −1 does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NoDraft {
@@ -44,8 +47,8 @@ pub struct AcceptancePolicies {
     pub better: [fn(f32, f32) -> bool; 2],
     /// Token of a place in a shard: `(place, first token of the shard)`.
     pub token: fn(usize, usize) -> usize,
-    /// Largest logit and sum that all shards have together: `(largest, sum)` of each.
-    pub join: fn(&[(f32, f32)]) -> (f32, f32),
+    /// What all shards have together.
+    pub join: fn(&[Part]) -> Part,
     /// How many drafts are accepted of those that are the target's argmax.
     pub matching: fn(&[bool]) -> usize,
     /// Whether a draft is the argmax: `(draft, argmax, logits of the row)`.
@@ -117,7 +120,7 @@ pub fn prefix_of(flags: &[bool]) -> usize {
     flags.iter().take_while(|flag| **flag).count()
 }
 
-fn join(parts: &[(f32, f32)]) -> (f32, f32) {
+fn join(parts: &[Part]) -> Part {
     let most = parts.iter().map(|part| part.0).fold(f32::NEG_INFINITY, f32::max);
     // a shard without a token that can be has nothing to add
     let parts = parts.iter().filter(|part| part.1 > 0.0);
