@@ -10,7 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
+use crate::{AcceptanceCase, MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -23,6 +23,8 @@ pub enum Family {
     Layout,
     /// Rows of a batch over the ranks of prefill context parallelism.
     Pcp,
+    /// Acceptance of drafted tokens.
+    Acceptance,
     /// KV write and read back.
     Write,
     /// Decode, one row a request.
@@ -53,9 +55,10 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 15] = [
+    pub const ALL: [Self; 16] = [
         Self::Layout,
         Self::Pcp,
+        Self::Acceptance,
         Self::Write,
         Self::PackLse,
         Self::MergeStates,
@@ -76,6 +79,7 @@ impl Family {
         match self {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
+            Self::Acceptance => "acceptance",
             Self::Write => "write",
             Self::Decode => "decode",
             Self::Verify => "verify",
@@ -98,6 +102,7 @@ impl Family {
         match self {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
+            Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -311,6 +316,8 @@ pub enum Body {
     Route(RouteCase),
     /// A layer of experts over ranks.
     Moe(MoeCase),
+    /// Acceptance of drafted tokens.
+    Acceptance(AcceptanceCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -358,6 +365,7 @@ impl Case {
     pub fn operation(&self) -> Option<Operation> {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
+            Body::Acceptance(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -373,7 +381,12 @@ impl Case {
             Family::MergeStates => Operation::MergeStates,
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,
-            Family::Pcp | Family::Route | Family::Moe | Family::Sequence | Family::Rules => return None,
+            Family::Pcp
+            | Family::Acceptance
+            | Family::Route
+            | Family::Moe
+            | Family::Sequence
+            | Family::Rules => return None,
         })
     }
 
@@ -385,6 +398,7 @@ impl Case {
             Body::Pcp(case) => Some(case.configuration()),
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),
+            Body::Acceptance(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

@@ -39,6 +39,7 @@ impl Case {
             Body::Pcp(case) if self.family == Family::Pcp => case.check(),
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
+            Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -53,6 +54,9 @@ impl Case {
             Body::Route(_) => out_of_range(format!("family {} does not go with a route body", self.family)),
             Body::Moe(_) => out_of_range(format!("family {} does not go with a moe body", self.family)),
             Body::Pcp(_) => out_of_range(format!("family {} does not go with a pcp body", self.family)),
+            Body::Acceptance(_) => {
+                out_of_range(format!("family {} does not go with an acceptance body", self.family))
+            }
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))
             }

@@ -26,8 +26,8 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern, Model, MoeCase,
-    PcpCase, Placement, Request, RouteCase, SequenceCase, StateView, Workload, rules,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern,
+    Model, MoeCase, PcpCase, Placement, Request, RouteCase, SequenceCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -64,6 +64,7 @@ impl Case {
             Body::Pcp(case) => format!("{family}/{}", case.spell()),
             Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
     }
@@ -94,6 +95,12 @@ impl FromStr for Case {
             };
             let body = read_sequence(model, configuration, name, steps).map_err(fail)?;
             Self::sequence(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Acceptance {
+            let [_, sampler, batch, pattern, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; an acceptance id has 5", parts.len())));
+            };
+            let body = AcceptanceCase::read(sampler, batch, pattern).map_err(fail)?;
+            Self::acceptance(body, number("seed", seed).map_err(fail)?)
         } else if family == Family::Pcp {
             let [_, split, batch] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));

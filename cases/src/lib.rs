@@ -1,6 +1,7 @@
 //! What to try: models, axes, rule sets, workloads, probes and suites.
 
-pub mod axes;
+mod acceptance;
+mod axes;
 mod case;
 mod check;
 pub mod covering;
@@ -17,6 +18,9 @@ mod sequence;
 mod suites;
 mod workload;
 
+pub use acceptance::{
+    AcceptanceCase, AcceptanceInputs, AcceptancePattern, DraftRequest, Enumeration, generate_acceptance,
+};
 pub use case::{
     AttentionCase, Body, CASE_SCHEMA_VERSION, Case, CaseError, Family, MergeCase, MergePattern, RuleCase,
     StateView,

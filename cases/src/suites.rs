@@ -1,5 +1,6 @@
 //! Suites: named lists of cases, made from `suites/*.toml` and a seed.
 
+mod acceptance;
 mod experts;
 mod prefill;
 
@@ -121,6 +122,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.moe {
         part.collect(seed, &mut suite);
     }
+    for part in &file.acceptance {
+        part.collect(seed, &mut suite);
+    }
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
@@ -146,6 +150,7 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
+        Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
         Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
@@ -220,6 +225,8 @@ struct SuiteFile {
     route: Vec<experts::RoutePart>,
     #[serde(default)]
     moe: Vec<experts::MoePart>,
+    #[serde(default)]
+    acceptance: Vec<acceptance::AcceptancePart>,
     #[serde(default)]
     edge: Vec<Edge>,
     #[serde(default)]

@@ -14,6 +14,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
+use crate::accepting::AcceptanceMaterial;
 use crate::finding::{Failure, Finding, Stage};
 use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
@@ -270,6 +271,17 @@ impl<'a> Laboratory<'a> {
         }
     }
 
+    /// Material of a case of accepting drafts.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn accepting(&self) -> &'a AcceptanceMaterial {
+        match self.material {
+            Material::Accepting(material) => material,
+            _ => panic!("a property of accepting drafts on the case {}", self.case.id()),
+        }
+    }
+
     /// Material of a sequence.
     ///
     /// # Panics
@@ -371,6 +383,10 @@ impl<'a> Laboratory<'a> {
             Material::Layer(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
+            }
+            Material::Accepting(material) => {
+                let mut run = Run::open(self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs.tensors)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
             Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),

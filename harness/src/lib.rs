@@ -1,5 +1,6 @@
 //! The harness: select → run → judge → explain → report.
 
+mod accepting;
 mod attribute;
 pub mod bench;
 pub mod boundary;

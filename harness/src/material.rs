@@ -10,6 +10,7 @@ use shardcheck_engine::{
 use shardcheck_formats::{Contract, Dtype, Merge};
 use shardcheck_references::layout::Layout;
 
+use crate::accepting::AcceptanceMaterial;
 use crate::event::Coverage;
 use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
@@ -31,6 +32,8 @@ pub enum Material {
     Route(Box<RouteMaterial>),
     /// A layer of experts over ranks.
     Layer(Box<MoeMaterial>),
+    /// Acceptance of drafted tokens.
+    Accepting(Box<AcceptanceMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -46,20 +49,17 @@ impl Material {
     pub fn of(case: &Case, profile: &Profile) -> Result<Self, String> {
         // a contract that would let anything pass proves nothing
         profile.check()?;
+        let (family, seed) = (case.family, case.seed);
         match &case.body {
-            Body::Attention(attention) => {
-                AttentionMaterial::new(case.family, attention.clone(), case.seed, profile)
-                    .map(|material| Self::Attention(Box::new(material)))
-            }
-            Body::Merge(merge) => MergeMaterial::new(case.family, merge, case.seed, profile)
-                .map(|material| Self::Merge(Box::new(material))),
+            Body::Attention(attention) => AttentionMaterial::new(family, attention.clone(), seed, profile)
+                .map(|material| Self::Attention(Box::new(material))),
+            Body::Merge(own) => MergeMaterial::new(family, own, seed, profile).map(Box::new).map(Self::Merge),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
-            Body::Route(route) => {
-                RouteMaterial::new(route, case.seed, profile).map(Box::new).map(Self::Route)
-            }
-            Body::Moe(moe) => MoeMaterial::new(moe, case.seed, profile).map(Box::new).map(Self::Layer),
-            Body::Sequence(sequence) => {
-                SequenceMaterial::new(sequence, case.seed, profile).map(Box::new).map(Self::Sequence)
+            Body::Acceptance(drafts) => Ok(Self::Accepting(Box::new(AcceptanceMaterial::new(drafts, seed)))),
+            Body::Route(route) => RouteMaterial::new(route, seed, profile).map(Box::new).map(Self::Route),
+            Body::Moe(moe) => MoeMaterial::new(moe, seed, profile).map(Box::new).map(Self::Layer),
+            Body::Sequence(own) => {
+                SequenceMaterial::new(own, seed, profile).map(Box::new).map(Self::Sequence)
             }
             Body::Rules(_) => Ok(Self::Rules),
         }

@@ -1,5 +1,6 @@
 //! Properties: what must hold of what an engine computes. One registry; one file per family.
 
+mod acceptance;
 mod attend;
 mod context;
 mod equal;
@@ -66,6 +67,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
     [
         layout::PROPERTIES,
         pcp::PROPERTIES,
+        acceptance::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

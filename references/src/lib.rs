@@ -16,8 +16,10 @@
 //! * [`statistics`] — what a whole output says that no single element does.
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
+//! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`probe`] — inputs whose right answers are integers.
 
+pub mod acceptance;
 pub mod attention;
 pub mod bound;
 pub mod chunk;

@@ -84,6 +84,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Layout => {
             "to derive lengths, slots and pages of a batch whose sequences lie interleaved over ranks"
         }
+        Family::Acceptance => {
+            "to accept or reject drafted tokens by the target's logits, and to draw the token behind them"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }

@@ -18,6 +18,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Pcp,
         Family::Route,
         Family::Moe,
+        Family::Acceptance,
         Family::Write,
         Family::Decode,
         Family::Verify,

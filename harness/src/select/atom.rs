@@ -3,8 +3,8 @@
 use std::fmt;
 
 use shardcheck_cases::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, MoeCase, PcpCase,
-    Placement, Probe, SequenceCase, StateView,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, MoeCase,
+    PcpCase, Placement, Probe, SequenceCase, StateView,
 };
 use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
@@ -306,6 +306,7 @@ impl NumberAxis {
             Body::Pcp(pcp) => self.of_pcp(pcp),
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),
+            Body::Acceptance(acceptance) => self.of_acceptance(acceptance),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -325,6 +326,16 @@ impl NumberAxis {
             Self::Requests => workload.requests.len(),
             Self::Padded => workload.padded_rows,
             Self::Seed => unreachable!("the seed is read from the case itself"),
+        }
+    }
+
+    fn of_acceptance(self, case: &AcceptanceCase) -> Option<usize> {
+        match self {
+            Self::World => Some(case.ranks),
+            Self::Q => case.requests.iter().map(|r| r.drafts + 1).max(),
+            Self::Rows => Some(case.rows()),
+            Self::Requests => Some(case.requests.len()),
+            _ => None,
         }
     }
 

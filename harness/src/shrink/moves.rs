@@ -1,8 +1,8 @@
 //! Steps from a case to smaller or plainer ones, each along one axis or a few that go together.
 
 use shardcheck_cases::{
-    AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, Model, PcpCase, Placement, Probe, Request,
-    StateView, default_blocks, patterns,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, Model, PcpCase, Placement,
+    Probe, Request, StateView, default_blocks, patterns,
 };
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
@@ -18,6 +18,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Pcp(pcp) => pcp_moves(pcp),
         Body::Route(route) => experts::route_moves(case, route),
         Body::Moe(moe) => experts::moe_moves(case, moe),
+        Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -258,6 +259,35 @@ fn plain_moves(case: &AttentionCase, add: &mut Add<'_>) {
             add(&|c| c.workload.chunk_budget_tokens = budget);
         }
     }
+}
+
+fn acceptance_moves(case: &AcceptanceCase, seed: u64) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut AcceptanceCase)| {
+        let mut changed = case.clone();
+        change(&mut changed);
+        found.push(Case::acceptance(changed, seed));
+    };
+    add(&|c| c.requests.truncate(c.requests.len() / 2));
+    for index in 0..case.requests.len().min(64) {
+        add(&|c| {
+            c.requests.remove(index);
+        });
+        add(&|c| c.requests[index].none_at = None);
+        add(&|c| {
+            let request = &mut c.requests[index];
+            request.drafts = request.drafts.saturating_sub(1);
+            request.none_at = request.none_at.filter(|none| *none < request.drafts);
+        });
+    }
+    for ranks in [1, 2, 3, case.ranks / 2] {
+        add(&|c| c.ranks = ranks.min(c.ranks));
+    }
+    for tokens in [2, 3, 5, case.vocabulary / 2] {
+        add(&|c| c.vocabulary = tokens.min(c.vocabulary));
+    }
+    add(&|c| c.one_hot = false);
+    found
 }
 
 fn pcp_moves(case: &PcpCase) -> Vec<Case> {

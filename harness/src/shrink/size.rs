@@ -51,6 +51,14 @@ impl Size {
             },
             Body::Route(route) => experts::route_size(route),
             Body::Moe(moe) => experts::moe_size(moe),
+            Body::Acceptance(acceptance) => Self {
+                tokens: acceptance.rows(),
+                world: acceptance.ranks,
+                heads: 0,
+                interleave: 1,
+                block: 1,
+                dims: acceptance.vocabulary,
+            },
             Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
         }
@@ -108,6 +116,11 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
         ],
         Body::Route(route) => experts::route_plainness(route),
         Body::Moe(moe) => experts::moe_plainness(moe),
+        Body::Acceptance(acceptance) => vec![
+            acceptance.requests.len() as u64,
+            u64::from(acceptance.one_hot),
+            acceptance.requests.iter().filter(|request| request.none_at.is_some()).count() as u64,
+        ],
         Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -129,6 +142,10 @@ pub fn work(case: &Case) -> usize {
         Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
         Body::Route(route) => (route.tokens + 1) * route.experts,
         Body::Moe(moe) => experts::moe_work(moe),
+        // an enumeration has its few thousand rows of three tokens
+        Body::Acceptance(acceptance) => {
+            (acceptance.rows().max(1000) + 1) * acceptance.vocabulary * acceptance.ranks
+        }
         Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,
     }

@@ -59,9 +59,17 @@ impl Stored {
                 .iter()
                 .map(|bytes| f64::from(f32::from_bits(u32::from(u16::from_le_bytes(*bytes)) << 16)))
                 .collect(),
+            Dtype::I32 => {
+                data.as_chunks().0.iter().map(|bytes| f64::from(i32::from_le_bytes(*bytes))).collect()
+            }
             Dtype::I64 => data.as_chunks().0.iter().map(|bytes| i64::from_le_bytes(*bytes) as f64).collect(),
             other => panic!("{name} is {other:?}"),
         }
+    }
+
+    /// The bytes of a tensor.
+    pub fn bytes(&self, name: &str) -> &[u8] {
+        &self.bytes[self.tensors.get(name).unwrap_or_else(|| panic!("no tensor {name}")).1.clone()]
     }
 
     /// Every number of a tensor that holds values of f32 or a narrower type.

@@ -1,5 +1,6 @@
 //! Deliberate defects: each replaces one policy of the healthy engine.
 
+mod acceptance;
 mod attention;
 mod cache;
 mod causal;
@@ -167,6 +168,7 @@ pub fn faults() -> &'static [Fault] {
             prefill::FAULTS,
             router::FAULTS,
             moe::FAULTS,
+            acceptance::FAULTS,
         ]
         .concat()
     });

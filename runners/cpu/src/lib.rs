@@ -5,6 +5,7 @@
 //! assembled from a table of [`policies::Policies`]; a [`Fault`] is that table with one entry replaced. It never
 //! calls the reference: an engine that did would prove nothing. [`hostile`] holds engines that misbehave, for tests.
 
+mod acceptance;
 mod attend;
 mod batch;
 mod cache;

@@ -2,6 +2,7 @@
 
 use shardcheck_engine::{Configuration, Tensors};
 
+use crate::acceptance::AcceptancePolicies;
 use crate::batch::BlockTable;
 use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
@@ -87,6 +88,8 @@ pub struct Policies {
     pub prefill: PrefillPolicies,
     /// Layers of experts.
     pub moe: MoePolicies,
+    /// Acceptance of drafted tokens.
+    pub acceptance: AcceptancePolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -106,6 +109,7 @@ impl Policies {
         transfer: TransferPolicies::HEALTHY,
         prefill: PrefillPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
+        acceptance: AcceptancePolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

@@ -60,7 +60,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::LoadCache
         | OperationKind::ImportCache
         | OperationKind::PackLse
-        | OperationKind::PcpLayout => None,
+        | OperationKind::PcpLayout
+        | OperationKind::AcceptDrafts => None,
     };
     let observables = kind
         .tensors()

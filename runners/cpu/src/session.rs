@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
 
+use crate::acceptance::accept_drafts;
 use crate::attend::attend;
 use crate::batch::{Batch, BlockTable, query_rows};
 use crate::cache::RankCache;
@@ -159,6 +160,9 @@ impl Group {
             }
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
+            Operation::AcceptDrafts { method, ranks } => {
+                accept_drafts(inputs, (method, ranks), &policies.acceptance)
+            }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
     }

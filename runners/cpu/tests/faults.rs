@@ -53,6 +53,8 @@ fn parts_of(property: &str) -> Vec<String> {
         ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
         ("pcp", "partition" | "order" | "padding" | "balance") => all(&["pcp"], &["rows"]),
+        ("acceptance", "statistics") => all(&["acceptance"], &["statistics"]),
+        ("acceptance", _) => all(&["acceptance"], &["tokens", "accepted"]),
         ("pcp", "positions") => all(&["pcp"], &["positions"]),
         ("pcp", "bounds") => all(&["pcp"], &["row_lens"]),
         ("pcp", "restore") => all(&["pcp"], &["restore"]),

@@ -62,8 +62,8 @@ fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 3] =
-    [OperationKind::PcpLayout, OperationKind::Route, OperationKind::Moe];
+const WITHOUT_KERNELS: [OperationKind; 4] =
+    [OperationKind::PcpLayout, OperationKind::AcceptDrafts, OperationKind::Route, OperationKind::Moe];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -102,6 +102,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::PcpLayout
         | OperationKind::Route
         | OperationKind::Moe
+        | OperationKind::AcceptDrafts
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -149,7 +149,8 @@ impl Group {
             Operation::InGroup { .. }
             | Operation::PcpLayout { .. }
             | Operation::Route { .. }
-            | Operation::Moe { .. } => {
+            | Operation::Moe { .. }
+            | Operation::AcceptDrafts { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -236,6 +237,9 @@ impl Session for CudaSession {
             }
             Operation::Route { .. } | Operation::Moe { .. } => {
                 return unsupported("there are no kernels of experts".to_owned());
+            }
+            Operation::AcceptDrafts { .. } => {
+                return unsupported("no kernel accepts drafts".to_owned());
             }
             _ => {}
         }

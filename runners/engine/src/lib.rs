@@ -5,6 +5,7 @@
 //! metadata live as long as the session does. Every array in and out is a named [`Tensor`]; results carry a
 //! rank axis, because all ranks are judged and not rank 0 alone.
 
+mod acceptance;
 pub mod archive;
 mod configuration;
 mod effective;
@@ -18,6 +19,7 @@ mod settings;
 mod tensor;
 mod vocabulary;
 
+pub use acceptance::AcceptanceMethod;
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
 pub use moe::{

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::moe;
-use crate::{LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
+use crate::{AcceptanceMethod, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
+use crate::{acceptance, moe};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -115,6 +115,16 @@ pub enum Operation {
         /// How ranks share tokens and experts out.
         plan: MoePlan,
     },
+    /// Accept or reject the drafted tokens of a batch by the target's logits, and draw the token behind them.
+    ///
+    /// `P = ranks`, `K` most drafts of a request, `V = vocabulary`. Rank r has the logits of the tokens from r·ceil(V / P) on;
+    /// every rank emits the same tokens.
+    AcceptDrafts {
+        /// How drafts are accepted.
+        method: AcceptanceMethod,
+        /// Tensor-parallel ranks P that the vocabulary is sharded over.
+        ranks: usize,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -157,6 +167,8 @@ pub enum OperationKind {
     Route,
     /// [`Operation::Moe`].
     Moe,
+    /// [`Operation::AcceptDrafts`].
+    AcceptDrafts,
 }
 
 /// Who makes a tensor.
@@ -214,6 +226,7 @@ impl Operation {
             Self::PcpLayout { .. } => OperationKind::PcpLayout,
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
+            Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
         }
     }
 
@@ -226,7 +239,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -243,6 +256,7 @@ impl OperationKind {
         Self::PcpLayout,
         Self::Route,
         Self::Moe,
+        Self::AcceptDrafts,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -264,6 +278,7 @@ impl OperationKind {
             Self::PcpLayout => "pcp_layout",
             Self::Route => "route",
             Self::Moe => "moe",
+            Self::AcceptDrafts => "accept_drafts",
         }
     }
 
@@ -284,6 +299,7 @@ impl OperationKind {
             Self::PcpLayout => PCP_LAYOUT,
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
+            Self::AcceptDrafts => acceptance::TENSORS,
         }
     }
 }
@@ -551,6 +567,7 @@ mod tests {
                 decodes: PcpDecodes::Owned,
                 padded_rows: 7,
             },
+            Operation::AcceptDrafts { method: AcceptanceMethod::Block, ranks: 4 },
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

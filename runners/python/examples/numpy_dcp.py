@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+from numpy_accept import accept
 from numpy_context import Context
 from numpy_prefill import share_out
 from numpy_ranks import F32, Exchange, Rank, attend, join_lanes, project, rows_of, scaled, split_lanes, weigh
@@ -196,6 +197,23 @@ class NumpySession(shardcheck.Session):
         ids, weights = route(logits.numpy(), router, *given)
         return Reply({"topk_ids": ids[None], "topk_weights": weights[None]}, {}, [0])
 
+    def accept_drafts(
+        self,
+        query_start_loc,
+        draft_tokens,
+        target_logits,
+        method,
+        ranks,
+        draft_logits=None,
+        temperature=None,
+        uniform=None,
+        noise=None,
+    ) -> Reply:
+        """Accepts drafted tokens over a vocabulary in shards."""
+        given = [query_start_loc, draft_tokens, target_logits, draft_logits, temperature, uniform, noise]
+        arrays = [None if tensor is None else tensor.codes for tensor in given]
+        return Reply(accept(method, ranks, *arrays), {}, [0] * ranks)
+
     def _attend(self, route, query, seq_lens, query_start_loc, block_table, w_uv) -> Reply:
         configuration, own = self.configuration, self.configuration.heads_per_rank
         exchange = Exchange(configuration.tp, configuration.dcp)
@@ -328,7 +346,7 @@ class NumpyDcp(shardcheck.Engine):
     """The engine; `output` and `partial` are element types, `bf16` or `f32`."""
 
     name, version = "numpy-dcp", "1.0"
-    files = ["numpy_ranks", "numpy_context", "numpy_prefill"]
+    files = ["numpy_ranks", "numpy_context", "numpy_prefill", "numpy_accept"]
     session_type = NumpySession
 
     def __init__(self, output: str = "bf16", partial: str = "bf16") -> None:
@@ -369,6 +387,7 @@ class NumpyDcp(shardcheck.Engine):
             "pack_lse": Operation(conventions=packs),
             "pcp_layout": Operation(),
             "route": Operation(contract=contract),
+            "accept_drafts": Operation(),
         }
 
     def open(self, configuration: Configuration) -> NumpySession:

@@ -26,6 +26,7 @@ OPERATIONS = (
     "pcp_layout",
     "route",
     "moe",
+    "accept_drafts",
 )
 """Every operation, which is also the name of the session's method."""
 

@@ -381,6 +381,39 @@ class NumpyDcp(unittest.TestCase):
         weights = np.take_along_axis(seen["topk_weights"].codes[0], order, axis=1)
         np.testing.assert_allclose(weights, 2 * scores / scores.sum(axis=1, keepdims=True), rtol=1e-6)
 
+    def test_drafts_are_accepted_by_given_numbers_and_every_rank_emits_the_same(self):
+        target = np.log(np.array([[6, 4], [5, 5], [2, 8]], np.float32) / 10)
+        law = np.log(np.array([[[8, 2], [3, 7]]], np.float32) / 10)
+        base = {
+            "query_start_loc": Tensor("i32", np.array([0, 3], np.int32)),
+            "draft_tokens": Tensor("i32", np.array([[0, 1]], np.int32)),
+            "target_logits": Tensor("f32", target),
+        }
+        drawn = {
+            "draft_logits": Tensor("f32", law),
+            "temperature": Tensor("f32", np.ones(1, np.float32)),
+            "noise": Tensor("f32", np.zeros((3, 2), np.float32)),
+        }
+        # a block passes up to 3/13 behind its first draft and up to 15/28 behind both
+        wanted = [
+            ("greedy", None, [0, 0, -1]),
+            ("standard", [0.74, 0.71, 0], [0, 1, 1]),
+            ("standard", [0.76, 0.0, 0], [1, -1, -1]),
+            ("block", [0.9, 0.53, 0], [0, 1, 1]),
+            ("block", [0.23, 0.54, 0], [0, 0, -1]),
+            ("block", [0.24, 0.54, 0], [1, -1, -1]),
+        ]
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            harness.open()
+            for method, numbers, tokens in wanted:
+                given = base if numbers is None else {**base, **drawn, "uniform": Tensor("f32", np.array(numbers, np.float32))}
+                _, seen = harness.step("accept_drafts", given, method=method, ranks=2)
+                np.testing.assert_array_equal(seen["tokens"].codes, [[tokens]] * 2, f"{method} {numbers}")
+                accepted = sum(token >= 0 for token in tokens) - 1
+                np.testing.assert_array_equal(seen["accepted"].codes, [[accepted]] * 2)
+                np.testing.assert_array_equal(seen["statistics"].codes, [[1 + accepted, accepted / 2]] * 2)
+
     def test_an_lse_comes_back_from_its_lanes_bit_for_bit(self):
         bits = np.array([0, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F812345], np.uint32)
         with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:

@@ -2,6 +2,7 @@
 
 #![allow(dead_code)]
 
+mod drafts;
 mod sequence;
 mod transfer;
 
@@ -50,6 +51,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.prefill()),
         Trial::new(|battery| battery.routers()),
         Trial::new(|battery| battery.layers()),
+        Trial::new(|battery| battery.drafts()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
@@ -357,6 +359,14 @@ impl Battery<'_> {
                 let reply = step(session.as_mut(), &Operation::Moe { router, plan }, &mut inputs);
                 self.reply("moe", &names, &reply);
             }
+        }
+    }
+
+    fn drafts(&mut self) {
+        for (operation, mut inputs) in drafts::steps() {
+            let mut session = Scene::small(1).open(self.engine);
+            let reply = step(session.as_mut(), &operation, &mut inputs);
+            self.reply("acceptance", &["tokens", "accepted", "statistics"], &reply);
         }
     }
 
