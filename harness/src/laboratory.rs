@@ -385,7 +385,7 @@ impl<'a> Laboratory<'a> {
                 run.step(&material.operation, &material.inputs)
             }
             Material::Accepting(material) => {
-                let mut run = Run::open(self.engine, &material.configuration)?;
+                let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
