@@ -13,6 +13,8 @@ use crate::boundary::boundary_fault;
 use crate::guard::Guarded;
 use crate::nearest::nearest;
 
+/// How Python begins to say that the adapters' package is not there.
+const SDK_IS_MISSING: &str = "ModuleNotFoundError: No module named 'shardcheck'";
 /// Environment variable with the Python interpreter of adapters.
 pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 
@@ -225,7 +227,7 @@ pub enum EngineChoiceError {
     #[error("the engine's profile is refused: {0}")]
     Profile(String),
     /// A command that is no engine.
-    #[error("{engine}: {error}")]
+    #[error("{engine}: {error}{}", advice(error))]
     Start {
         /// Engine that was given.
         engine: String,
@@ -318,6 +320,16 @@ pub fn card_readings(args: &EngineArgs) -> Result<Vec<shardcheck_cuda::CardReadi
     let engine =
         CudaEngine::open(shardcheck_cuda::Options::default()).map_err(|error| no_device(args, error))?;
     shardcheck_cuda::readings(engine.device()).map_err(|error| no_device(args, error))
+}
+
+/// What to do about a start that failed for a reason that is known.
+fn advice(error: &StartError) -> &'static str {
+    match error {
+        StartError::Ended { said, .. } if said.contains(SDK_IS_MISSING) => {
+            "\nits Python has no package of this name: `pip install ./runners/python`, or name an interpreter that has it in SHARDCHECK_PYTHON"
+        }
+        _ => "",
+    }
 }
 
 /// The Python interpreter of adapters.

@@ -54,6 +54,7 @@ fn each_misbehaviour_is_the_verdict_of_one_case_and_the_others_are_judged() {
         (Misbehaviour::UnknownTensor, Status::Crash, "\"output\""),
         (Misbehaviour::EscapesTheFolder, Status::Crash, "plain name"),
         (Misbehaviour::LosesTheDevice, Status::DeviceLost, "fell off the bus"),
+        (Misbehaviour::RefusesToClose, Status::Crash, "could not close the session before: the communicator"),
     ];
     let ids = Program::new().ids(&CASES[..4]);
     assert!(ids.len() >= 3, "{ids:?}");
@@ -90,6 +91,7 @@ fn a_command_that_is_no_engine_ends_with_its_own_code_and_says_why() {
         ("exec:sh -c 'echo no such module >&2; exit 1'", "no such module"),
         ("exec:does-not-exist-anywhere", "exit status 127"),
         ("exec:exit 89", "can't run here"),
+        ("exec:python3 -I -S -m shardcheck.adapter some.engine:Engine", "pip install ./runners/python"),
         (leaving.as_str(), "exit status 4 before it said hello"),
         (loose.as_str(), "u_acc"),
         (other.as_str(), "protocol 7 to 9"),

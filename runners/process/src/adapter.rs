@@ -146,7 +146,10 @@ impl<'a> Desk<'a> {
             }
             Question::Close { id, session } => {
                 self.sessions.remove(&session);
-                (id, ok(None), Tensors::new())
+                let text = "the communicator is still in use".to_owned();
+                let refusal = Outcome::Error { class: ErrorClass::Crash, text, rank: None };
+                let strike = self.strike.take_if(|strike| strike.is_due_at_the_end());
+                (id, strike.map_or_else(|| ok(None), |_| refusal), Tensors::new())
             }
             Question::Welcome { inline_bytes, .. } => {
                 self.inline_bytes = inline_bytes.min(MAX_INLINE_BYTES);

@@ -14,6 +14,7 @@ use crate::child::{Child, in_words};
 use crate::eager::read_soon;
 use crate::engine::StartError;
 use crate::frame::{self, FrameError, MAX_INLINE_BYTES};
+use crate::log::legible;
 use crate::message::{self, INLINE_BYTES, MessageError, Outcome, Parcel, Question, Reply, Said};
 use crate::{CANNOT_RUN_HERE, PROTOCOL};
 
@@ -29,12 +30,20 @@ pub struct Connection {
     next_id: u64,
     /// Questions that go out with the next one that is waited for: the peer is woken once.
     held: Vec<u8>,
-    /// Numbers of questions whose answers nobody waits for.
-    owed: VecDeque<u64>,
-    /// Answers among those that were not `ok`.
+    /// Questions whose answers nobody waits for.
+    owed: VecDeque<Owed>,
+    /// Answers to those that open sessions which were not `ok`.
     refusals: Vec<Reply>,
     /// Largest payload that the peer likes in a frame.
     inline_bytes: u64,
+}
+
+/// A question whose answer nobody waits for.
+#[derive(Debug, Clone, Copy)]
+struct Owed {
+    id: u64,
+    /// Whether it closes a session: nothing depends on its answer then, and a session that can't be closed is a fault.
+    closes: bool,
 }
 
 /// Why a question has no answer. The connection can't be used after any of them.
@@ -151,8 +160,8 @@ impl Connection {
                 }
                 self.inline_bytes = hello.inline_bytes.min(MAX_INLINE_BYTES);
                 let welcome = Question::Welcome { protocol: PROTOCOL, inline_bytes: MAX_INLINE_BYTES };
-                self.send(&welcome, &Parcel::empty(), until)
-                    .map_err(|_| StartError::Refused { reason: "it left after its hello".to_owned() })?;
+                // the first question meets one that left after its hello, however soon it did
+                let _ = self.send(&welcome, &Parcel::empty(), until);
                 Ok(Some(*hello.profile))
             }
         }
@@ -202,7 +211,7 @@ impl Connection {
     /// [`AskError::Unsendable`].
     pub fn tell(&mut self, id: u64, question: &Question) -> Result<(), AskError> {
         frame::write(&mut self.held, &header_of(question)?, &[])?;
-        self.owed.push_back(id);
+        self.owed.push_back(Owed { id, closes: matches!(question, Question::Close { .. }) });
         Ok(())
     }
 
@@ -214,11 +223,18 @@ impl Connection {
 
     fn reply_owed(&mut self, child: &Child) -> Result<(), AskError> {
         let Some(owed) = self.owed.pop_front() else { return Ok(()) };
-        let (reply, _) = self.reply_to(owed, child)?;
-        if !matches!(reply.outcome, Outcome::Ok { .. }) {
-            self.refusals.push(reply);
+        let (reply, _) = self.reply_to(owed.id, child)?;
+        match &reply.outcome {
+            Outcome::Ok { .. } => Ok(()),
+            Outcome::Error { text: why, .. } | Outcome::Unsupported { reason: why } if owed.closes => {
+                let text = format!("it could not close the session before: {}", legible(why));
+                Err(AskError::Violation(text))
+            }
+            _ => {
+                self.refusals.push(reply);
+                Ok(())
+            }
         }
-        Ok(())
     }
 
     fn reply_to(&mut self, id: u64, child: &Child) -> Result<(Reply, Tensors), AskError> {

@@ -65,6 +65,8 @@ pub enum Misbehaviour {
     EscapesTheFolder,
     /// It says that its device went away.
     LosesTheDevice,
+    /// It answers the end of a session with an error.
+    RefusesToClose,
     /// It speaks another protocol.
     OtherProtocol,
     /// Its contract would let anything pass.
@@ -73,7 +75,7 @@ pub enum Misbehaviour {
 
 impl Misbehaviour {
     /// All of them, in a stable order.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::Exits,
         Self::IsKilled,
         Self::Hangs,
@@ -96,6 +98,7 @@ impl Misbehaviour {
         Self::UnknownTensor,
         Self::EscapesTheFolder,
         Self::LosesTheDevice,
+        Self::RefusesToClose,
         Self::OtherProtocol,
         Self::LooseContract,
     ];
@@ -125,6 +128,7 @@ impl Misbehaviour {
             Self::UnknownTensor => "unknown-tensor",
             Self::EscapesTheFolder => "escapes-the-folder",
             Self::LosesTheDevice => "loses-the-device",
+            Self::RefusesToClose => "refuses-to-close",
             Self::OtherProtocol => "other-protocol",
             Self::LooseContract => "loose-contract",
         }
@@ -159,7 +163,16 @@ pub struct Strike {
 impl Strike {
     /// Whether to misbehave in this reply: the first with an output of attention or of a merge.
     pub(crate) fn is_due(&self, outputs: &Tensors) -> bool {
-        outputs.find("out").is_some() && !self.mark.exists() && std::fs::write(&self.mark, "").is_ok()
+        self.kind != Misbehaviour::RefusesToClose && outputs.find("out").is_some() && self.leaves_its_mark()
+    }
+
+    /// Whether to misbehave at the end of a session.
+    pub(crate) fn is_due_at_the_end(&self) -> bool {
+        self.kind == Misbehaviour::RefusesToClose && self.leaves_its_mark()
+    }
+
+    fn leaves_its_mark(&self) -> bool {
+        !self.mark.exists() && std::fs::write(&self.mark, "").is_ok()
     }
 
     pub(crate) fn on_hello(&mut self, hello: &mut Hello) {
