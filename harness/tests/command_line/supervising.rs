@@ -86,6 +86,8 @@ fn a_flood_on_standard_output_harms_nobody_and_is_not_kept_whole() {
 fn a_command_that_is_no_engine_ends_with_its_own_code_and_says_why() {
     let loose = engine("--misbehave loose-contract --mark mark");
     let other = engine("--misbehave other-protocol --mark mark");
+    let stranger = engine("--misbehave other-token --mark mark");
+    let observable = engine("--misbehave unknown-observable --mark mark");
     let leaving = engine("--misbehave leaves-at-once --mark mark");
     for (engine, words) in [
         ("exec:sh -c 'echo no such module >&2; exit 1'", "no such module"),
@@ -95,6 +97,8 @@ fn a_command_that_is_no_engine_ends_with_its_own_code_and_says_why() {
         (leaving.as_str(), "exit status 4 before it said hello"),
         (loose.as_str(), "u_acc"),
         (other.as_str(), "protocol 7 to 9"),
+        (stranger.as_str(), "another start's token was turned away"),
+        (observable.as_str(), "\"partial_output\", known are"),
     ] {
         let outcome = Program::new().expect(10, &["run", "--engine", engine]);
         assert!(outcome.err.contains(words), "{engine}: {}", outcome.err);

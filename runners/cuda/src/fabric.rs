@@ -206,6 +206,6 @@ impl Fabric {
 }
 
 /// The error of a session that was lost to another's hang.
-fn lost() -> EngineError {
+pub(crate) fn lost() -> EngineError {
     EngineError::Interrupted { text: "the devices' collectives were aborted for another session".to_owned() }
 }

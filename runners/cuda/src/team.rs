@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use shardcheck_engine::{Configuration, EffectivePath, EngineError, Tensor, Tensors};
 
-use crate::fabric::{Fabric, Halt};
+use crate::fabric::{Fabric, Halt, lost};
 use crate::placement::{GroupSeats, Placement};
 use crate::queue::{Event, Queue};
 use crate::shape::Shape;
@@ -390,8 +390,4 @@ fn timed_out(rank: Option<usize>, name: &str, absent: &[usize], waited: Duration
     let waiting_in =
         if absent.is_empty() { name.to_owned() } else { format!("{name} (not there: rank {absent:?})") };
     EngineError::Timeout { rank, waiting_in, waited_s: waited.as_secs_f64() }
-}
-
-fn lost() -> EngineError {
-    EngineError::Interrupted { text: "the devices' collectives were aborted for another session".to_owned() }
 }

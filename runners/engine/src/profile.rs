@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use shardcheck_formats::{Contract, Overflow};
 
-use crate::{LaneOrder, OperationKind, RuleSetName};
+use crate::{LaneOrder, OperationKind, Provenance, RuleSetName};
 
 /// Base of the logarithm that a partial LSE is given in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -123,16 +123,36 @@ impl Profile {
         self.operations.get(&kind)
     }
 
-    /// Refuses a profile whose contracts are so loose that anything would pass.
+    /// Refuses a profile whose contracts are so loose that anything would pass, and one that speaks of tensors that an operation does
+    /// not have: what was meant would silently not be looked at.
     ///
     /// # Errors
-    /// The operation and the limit that its contract exceeds.
+    /// The operation, with the limit that its contract exceeds or the name that it does not know.
     pub fn check(&self) -> Result<(), String> {
         for (kind, operation) in &self.operations {
             if let Some(contract) = &operation.contract {
                 contract.check_ceiling().map_err(|error| format!("contract of {kind}: {error}"))?;
             }
+            known(*kind, "observables", &operation.observables, &[Provenance::Observable])?;
+            known(*kind, "absent", &operation.absent, &[Provenance::Output, Provenance::Observable])?;
         }
         Ok(())
+    }
+}
+
+/// Refuses a name that is not among an operation's tensors of these kinds.
+fn known(
+    kind: OperationKind,
+    field: &str,
+    names: &[String],
+    provenances: &[Provenance],
+) -> Result<(), String> {
+    let all = || kind.tensors().iter().filter(|spec| provenances.contains(&spec.provenance));
+    match names.iter().find(|name| !all().any(|spec| spec.name == name.as_str())) {
+        None => Ok(()),
+        Some(name) => {
+            let all: Vec<&str> = all().map(|spec| spec.name).collect();
+            Err(format!("{field} of {kind} has {name:?}, known are {}", all.join(", ")))
+        }
     }
 }

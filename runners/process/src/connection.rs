@@ -46,6 +46,16 @@ struct Owed {
     closes: bool,
 }
 
+/// What came of a peer that connected.
+enum Greeting {
+    /// It is the one that was started.
+    Welcomed(Box<Profile>),
+    /// It is another one.
+    Stranger,
+    /// It left without a word.
+    Silent,
+}
+
 /// Why a question has no answer. The connection can't be used after any of them.
 #[derive(Debug)]
 pub enum AskError {
@@ -86,14 +96,19 @@ impl Connection {
         patience: Duration,
     ) -> Result<(Self, Profile), StartError> {
         let until = Instant::now() + patience;
+        let mut turned_away = "";
         listener.set_nonblocking(true).map_err(StartError::System)?;
         loop {
             match listener.accept() {
                 Ok((stream, _)) => {
                     stream.set_nonblocking(false).map_err(StartError::System)?;
                     let mut connection = Self::over(stream);
-                    if let Some(profile) = connection.greet(child, until)? {
-                        return Ok((connection, profile));
+                    match connection.greet(child, until)? {
+                        Greeting::Welcomed(profile) => return Ok((connection, *profile)),
+                        Greeting::Stranger => {
+                            turned_away = "; a peer with another start's token was turned away"
+                        }
+                        Greeting::Silent => {}
                     }
                 }
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
@@ -104,12 +119,12 @@ impl Connection {
             if let Some(status) = child.ended() {
                 return Err(match status.code() {
                     Some(CANNOT_RUN_HERE) => StartError::CannotRunHere { said: String::new() },
-                    _ => StartError::Ended { how: in_words(status), said: String::new() },
+                    _ => StartError::Ended { how: in_words(status), said: String::new(), turned_away },
                 });
             }
             if Instant::now() >= until {
                 let waited_s = patience.as_secs_f64();
-                return Err(StartError::Silent { waited_s, said: String::new() });
+                return Err(StartError::Silent { waited_s, said: String::new(), turned_away });
             }
         }
     }
@@ -129,8 +144,7 @@ impl Connection {
         }
     }
 
-    /// `None` for a peer that is not the one that was started, and for one that leaves without a word.
-    fn greet(&mut self, child: &Child, until: Instant) -> Result<Option<Profile>, StartError> {
+    fn greet(&mut self, child: &Child, until: Instant) -> Result<Greeting, StartError> {
         self.stream.get_mut().until = until;
         let hello = frame::read_head(&mut self.stream)
             .map_err(MessageError::from)
@@ -142,12 +156,12 @@ impl Connection {
         };
         match hello {
             // how its process ended says more, and so does the time that passes without a hello
-            Err(MessageError::Frame(FrameError::Closed)) => Ok(None),
+            Err(MessageError::Frame(FrameError::Closed)) => Ok(Greeting::Silent),
             Err(error) => Err(refuse(self, format!("its hello is not understood: {error}"))),
             Ok(Said::Reply(_)) => Err(refuse(self, "its first message is no hello".to_owned())),
             Ok(Said::Hello(hello)) if hello.token != child.token => {
                 refuse(self, "this is another start's token".to_owned());
-                Ok(None)
+                Ok(Greeting::Stranger)
             }
             Ok(Said::Hello(hello)) if !(hello.protocol[0]..=hello.protocol[1]).contains(&PROTOCOL) => {
                 let [lowest, highest] = hello.protocol;
@@ -162,7 +176,7 @@ impl Connection {
                 let welcome = Question::Welcome { protocol: PROTOCOL, inline_bytes: MAX_INLINE_BYTES };
                 // the first question meets one that left after its hello, however soon it did
                 let _ = self.send(&welcome, &Parcel::empty(), until);
-                Ok(Some(*hello.profile))
+                Ok(Greeting::Welcomed(hello.profile))
             }
         }
     }

@@ -44,12 +44,14 @@ pub enum StartError {
     #[error("the engine can't be started: {0}")]
     System(std::io::Error),
     /// The command ended before it said hello.
-    #[error("{how} before it said hello{}", quoted(said))]
+    #[error("{how} before it said hello{turned_away}{}", quoted(said))]
     Ended {
         /// In words.
         how: String,
         /// What it printed last.
         said: String,
+        /// Whether somebody else said hello, in words.
+        turned_away: &'static str,
     },
     /// The command ended with the status that says: not on this machine.
     #[error("the adapter says that it can't run here{}", quoted(said))]
@@ -59,7 +61,7 @@ pub enum StartError {
     },
     /// No hello.
     #[error(
-        "no hello within {waited_s} s: the command must connect to SHARDCHECK_ADDRESS (docs/protocol.md); --start-timeout-s gives it more time{}",
+        "no hello within {waited_s} s: the command must connect to SHARDCHECK_ADDRESS (docs/protocol.md); --start-timeout-s gives it more time{turned_away}{}",
         quoted(said)
     )]
     Silent {
@@ -67,6 +69,8 @@ pub enum StartError {
         waited_s: f64,
         /// What it printed last.
         said: String,
+        /// Whether somebody else said hello, in words.
+        turned_away: &'static str,
     },
     /// A hello that is not accepted.
     #[error("the adapter is refused: {reason}")]

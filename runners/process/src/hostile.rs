@@ -69,13 +69,17 @@ pub enum Misbehaviour {
     RefusesToClose,
     /// It speaks another protocol.
     OtherProtocol,
+    /// It says hello with another start's token.
+    OtherToken,
     /// Its contract would let anything pass.
     LooseContract,
+    /// It declares an observable that an operation does not have.
+    UnknownObservable,
 }
 
 impl Misbehaviour {
     /// All of them, in a stable order.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 27] = [
         Self::Exits,
         Self::IsKilled,
         Self::Hangs,
@@ -100,7 +104,9 @@ impl Misbehaviour {
         Self::LosesTheDevice,
         Self::RefusesToClose,
         Self::OtherProtocol,
+        Self::OtherToken,
         Self::LooseContract,
+        Self::UnknownObservable,
     ];
 
     /// Name as it stands on the command line.
@@ -130,7 +136,9 @@ impl Misbehaviour {
             Self::LosesTheDevice => "loses-the-device",
             Self::RefusesToClose => "refuses-to-close",
             Self::OtherProtocol => "other-protocol",
+            Self::OtherToken => "other-token",
             Self::LooseContract => "loose-contract",
+            Self::UnknownObservable => "unknown-observable",
         }
     }
 }
@@ -179,6 +187,12 @@ impl Strike {
         match self.kind {
             Misbehaviour::LeavesAtOnce => process::exit(4),
             Misbehaviour::OtherProtocol => hello.protocol = [7, 9],
+            Misbehaviour::OtherToken => hello.token = "0".repeat(hello.token.len()),
+            Misbehaviour::UnknownObservable => {
+                for operation in hello.profile.operations.values_mut() {
+                    operation.observables.push("partial_output".to_owned());
+                }
+            }
             Misbehaviour::LooseContract => {
                 for operation in hello.profile.operations.values_mut() {
                     operation.contract.iter_mut().for_each(|contract| contract.u_acc = 0.1);

@@ -14,9 +14,13 @@ const TAIL_BYTES: usize = 2048;
 /// Characters of a text of an engine that a verdict quotes.
 const MAX_QUOTED_CHARS: usize = 4000;
 
-/// An engine's own text as it may be shown: no control characters, which a terminal would obey, and no more than fits a screen.
+/// An engine's own text as it may be shown: nothing that a terminal would obey or that turns what is written around, and no more than
+/// fits a screen.
 pub(crate) fn legible(text: &str) -> String {
-    let shown = |c: char| if c.is_control() && !matches!(c, '\n' | '\t') { '\u{FFFD}' } else { c };
+    // marks, embeddings, overrides and isolates of the bidirectional algorithm
+    let turns = |c: char| matches!(c, '\u{61C}' | '\u{200E}' | '\u{200F}' | '\u{202A}'..='\u{202E}' | '\u{2066}'..='\u{2069}');
+    let obeyed = |c: char| (c.is_control() && !matches!(c, '\n' | '\t')) || turns(c);
+    let shown = |c: char| if obeyed(c) { '\u{FFFD}' } else { c };
     let mut quoted: String = text.chars().take(MAX_QUOTED_CHARS).map(shown).collect();
     let left_out = text.chars().count().saturating_sub(MAX_QUOTED_CHARS);
     if left_out > 0 {
@@ -117,6 +121,7 @@ mod tests {
     #[test]
     fn a_quoted_text_commands_no_terminal_and_fills_no_screen() {
         assert_eq!(legible("\u{1b}[2Jrow 3:\tNaN\r\n"), "\u{FFFD}[2Jrow 3:\tNaN\u{FFFD}\n");
+        assert_eq!(legible("\u{202E}ssap\u{2069}"), "\u{FFFD}ssap\u{FFFD}");
         let long = legible(&"é".repeat(MAX_QUOTED_CHARS + 7));
         assert!(long.ends_with("é [… 7 more characters]"), "{long}");
     }
