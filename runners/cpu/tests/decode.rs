@@ -157,3 +157,23 @@ fn committed_prefix_rows_is_far_from_dense_attention() {
     let (out, lse) = scene.distance(&scene.run_on(&faulty).unwrap());
     assert!(out > 0.3 && lse > 0.1, "{out} {lse}");
 }
+
+#[test]
+fn rows_of_the_output_that_nobody_writes_hold_nan_on_every_rank_and_the_others_what_they_did() {
+    let scene = Scene::small(2);
+    let (rows, real) = (scene.rows(), scene.rows() - scene.padded_rows);
+    let faulty = CpuEngine::with_fault(fault("padding-output-unwritten").unwrap());
+    let (healthy, seen) = (scene.run(), scene.run_on(&faulty).unwrap());
+    for name in ["out", "lse"] {
+        let [healthy, seen] = [&healthy, &seen].map(|reply| reply.outputs.get(name).unwrap().to_f32());
+        let width = healthy.len() / (2 * rows);
+        for (index, (healthy, seen)) in healthy.chunks(width).zip(seen.chunks(width)).enumerate() {
+            assert!(healthy.iter().all(|value| !value.is_nan()), "{name} of row {index}");
+            if index % rows < real {
+                assert_eq!(seen, healthy, "{name} of row {index}");
+            } else {
+                assert!(seen.iter().all(|value| value.is_nan()), "{name} of row {index}: {seen:?}");
+            }
+        }
+    }
+}

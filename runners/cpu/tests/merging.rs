@@ -208,6 +208,26 @@ fn segments_merge_as_in_the_worked_example_and_inactive_ones_are_never_read() {
     assert_eq!((out[1], lse[1]), (0.0, f32::NEG_INFINITY));
 }
 
+#[test]
+fn segments_of_every_row_and_head_are_merged_into_their_own_place() {
+    // two segments of two rows of two heads; maxima 0 and sums 1, so that the parts of active segments count alike
+    let (segments, states, dim) = (2, 4, 3);
+    let acc: Vec<f32> = (0..segments * states * dim).map(|index| index as f32).collect();
+    let flat = |value: f32| Tensor::from_f32(Dtype::F32, &[2, 2, 2], &[value; 8]);
+    let mut inputs = Tensors::new()
+        .with("segment_max", flat(0.0))
+        .with("segment_sum", flat(1.0))
+        .with("segment_acc", Tensor::from_f32(Dtype::F32, &[2, 2, 2, dim], &acc))
+        .with("row_lens", Tensor::from_i32(&[2], &[128, 64]));
+    let operation = Operation::MergeSegments { tile_tokens: 64 };
+    let reply = step(Scene::small(1).open(&engine()).as_mut(), &operation, &mut inputs).unwrap();
+    let (both, first) = acc[..states * dim].split_at(2 * dim);
+    let expected: Vec<f32> =
+        both.iter().map(|value| value + (states * dim) as f32 / 2.0).chain(first.iter().copied()).collect();
+    assert_eq!(reply.outputs.get("out").unwrap().to_f32(), expected);
+    assert_eq!(reply.outputs.get("lse").unwrap().to_f32(), [2f32.ln(), 2f32.ln(), 0.0, 0.0]);
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 

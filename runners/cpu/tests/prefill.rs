@@ -3,7 +3,7 @@
 mod scene;
 
 use scene::{Scene, step};
-use shardcheck_cpu::engine;
+use shardcheck_cpu::{CpuEngine, engine, fault};
 use shardcheck_engine::{EngineError, Operation, PcpDecodes, PcpStrategy, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
@@ -21,21 +21,28 @@ fn inputs(batch: &[Request]) -> Tensors {
         .with("is_prefilling", Tensor::from_codes(Dtype::U8, &[batch.len()], &prefills))
 }
 
-fn share(
+type Split = (PcpStrategy, PcpDecodes);
+
+fn share(world: usize, split: Split, padded_rows: usize, batch: &[Request]) -> Reply {
+    share_on(&engine(), world, split, padded_rows, batch)
+}
+
+fn share_on(
+    engine: &CpuEngine,
     world: usize,
-    (strategy, decodes): (PcpStrategy, PcpDecodes),
+    (strategy, decodes): Split,
     padded_rows: usize,
     batch: &[Request],
 ) -> Reply {
     let operation = Operation::PcpLayout { world, strategy, decodes, padded_rows };
-    step(Scene::small(1).open(&engine()).as_mut(), &operation, &mut inputs(batch)).unwrap()
+    step(Scene::small(1).open(engine).as_mut(), &operation, &mut inputs(batch)).unwrap()
 }
 
 fn output(reply: &Reply, name: &str) -> Vec<i64> {
     reply.outputs.get(name).unwrap().to_i64()
 }
 
-const HEAD_TAIL: (PcpStrategy, PcpDecodes) = (PcpStrategy::HeadTail, PcpDecodes::Replicated);
+const HEAD_TAIL: Split = (PcpStrategy::HeadTail, PcpDecodes::Replicated);
 
 #[test]
 fn a_round_robin_of_seven_rows_pads_the_second_rank_and_comes_back_transposed() {
@@ -77,6 +84,23 @@ fn a_prompt_that_fills_no_last_chunk_is_whole_on_every_rank_where_that_is_asked_
     let reply = share(2, split, 0, &[(0, 3, true)]);
     assert_eq!(output(&reply, "rows"), [0, 1, 2, 0, 1, 2]);
     assert_eq!(output(&reply, "kv_writer")[..6], [1, 1, 1, 0, 0, 0]);
+}
+
+#[test]
+fn a_prompt_is_whole_as_long_as_its_last_chunk_is_empty_and_shared_out_from_the_first_row_in_it() {
+    let split = (PcpStrategy::HeadTailOrWhole, PcpDecodes::Replicated);
+    let rows = |count: i32| output(&share(2, split, 0, &[(0, count, true)]), "rows");
+    // four chunks: of one row each, of two with none left for the last, of two with one left for it
+    assert_eq!(rows(4), [0, 3, 1, 2]);
+    assert_eq!(rows(6), [0, 1, 2, 3, 4, 5].repeat(2));
+    assert_eq!(rows(7), [0, 1, 6, -1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn the_order_of_a_tail_chunk_is_its_own_and_the_chunk_from_the_front_keeps_its_rows_in_order() {
+    let backwards = CpuEngine::with_fault(fault("pcp-tail-chunk-backwards").unwrap());
+    let reply = share_on(&backwards, 2, HEAD_TAIL, 0, &[(0, 8, true)]);
+    assert_eq!(output(&reply, "rows"), [0, 1, 7, 6, 2, 3, 5, 4]);
 }
 
 #[test]

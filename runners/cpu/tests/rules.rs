@@ -56,6 +56,9 @@ fn only_atom_asks_for_a_power_of_two_under_all_gather_and_reduce_scatter() {
         s.with("dcp_config", json!({"comm_backend": "ag_rs"})).with("dcp_comm_backend", "ag_rs")
     };
     rejects(Atom, ag_rs(sized(6, 3)), "power of two");
+    for dcp in [1, 2, 4, 8] {
+        accepts(Atom, ag_rs(sized(8, dcp)));
+    }
     for rules in [Own, Vllm] {
         accepts(rules, ag_rs(sized(6, 3)));
     }
@@ -80,6 +83,8 @@ fn an_interleave_size_must_fit_its_block_and_in_atom_needs_a_group_without_draft
     rejects(Vllm, interleave(sized(8, 8), 4).with("speculative_tokens", 1), "interleave-without-drafts");
     let supported = interleave(sized(8, 8), 4).with("speculative_tokens", 1);
     accepts(Vllm, supported.with("supports_mtp_with_interleave", true));
+    // one device verifies drafts with any interleave size: there is nothing to interleave over
+    accepts(Vllm, interleave(sized(8, 1), 4).with("speculative_tokens", 1));
 }
 
 #[test]
@@ -135,6 +140,7 @@ fn without_a_group_features_that_were_asked_for_are_switched_off_and_defaults_pa
 fn query_replication_needs_enough_gathered_heads() {
     rejects(Atom, sized(8, 2).with("query_heads", 32), "16 gathered heads");
     accepts(Atom, sized(8, 8).with("query_heads", 32));
+    accepts(Atom, sized(8, 4).with("query_heads", 32));
     disables(
         Atom,
         sized(8, 2).with("query_heads", 32).with("mxfp4", true),
@@ -170,6 +176,7 @@ fn vllm_limits_prefill_context_parallelism() {
     rejects(Vllm, pcp().with("data_parallel_size", 2), "data parallelism");
     rejects(Vllm, pcp().with("world_size", 4), "not pp·tp·pcp = 8");
     rejects(Vllm, pcp().with("supports_pcp", false), "does not support");
+    accepts(Vllm, sized(4, 1).with("supports_pcp", false));
     for (name, what) in
         [("lora", "LoRA"), ("encoder_decoder", "encoder-decoder"), ("full_graph", "full graphs")]
     {
@@ -207,10 +214,15 @@ fn ascend_forces_block_interleave_for_sparse_attention_and_asks_for_it_in_transf
     rejects(VllmAscend, sized(8, 4).with("replicated_indexer", true), "dcp = tp");
     accepts(VllmAscend, sized(8, 8).with("replicated_indexer", true).with("sparse", true));
     rejects(VllmAscend, sized(8, 8).with("sparse_kv_offload", true), "offload");
+    accepts(VllmAscend, sized(8, 1).with("sparse_kv_offload", true));
     rejects(VllmAscend, sized(8, 8).with("dynamic_speculation", true), "dynamic speculation");
     rejects(VllmAscend, sized(8, 8).with("runner", "v2"), "runner v2");
     rejects(VllmAscend, sized(4, 1).with("prefill_context_parallel_size", 2), "runner v1");
-    accepts(VllmAscend, sized(4, 1).with("prefill_context_parallel_size", 2).with("runner", "v2"));
+    let pcp = || sized(4, 1).with("prefill_context_parallel_size", 2).with("runner", "v2");
+    accepts(VllmAscend, pcp());
+    rejects(VllmAscend, pcp().with("decode_context_parallel_size", 2), "runner-v2-pcp-or-dcp");
+    rejects(VllmAscend, pcp().with("kv_transfer", true), "KV transfer needs interleave 16");
+    rejects(VllmAscend, pcp().with("sparse_kv_offload", true), "offload");
 }
 
 #[test]

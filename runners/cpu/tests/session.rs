@@ -49,6 +49,22 @@ fn every_token_is_written_once_and_nothing_else_is_touched() {
 }
 
 #[test]
+fn a_write_that_spills_over_fills_the_slot_behind_its_own_and_ends_with_its_block() {
+    // seven tokens of one request: a whole block of four and three slots of another, which is not the next of the pool
+    let scene = Scene::small(1).with(|s| s.requests = vec![(6, 1)]);
+    let held = |engine: &CpuEngine| -> Vec<usize> {
+        let keys = read(&scene, engine).get("key_cache").unwrap().to_f32();
+        keys.chunks(24).enumerate().filter(|(_, key)| !key[0].is_nan()).map(|(slot, _)| slot).collect()
+    };
+    let (table, _) = scene.block_table();
+    let slots = |block: i32, count: usize| (0..count).map(move |slot| block as usize * 4 + slot);
+    let expected = |rest: usize| -> Vec<usize> { slots(table[0], 4).chain(slots(table[1], rest)).collect() };
+    assert_eq!(held(&engine()), expected(3));
+    let spilling = CpuEngine::with_fault(fault("write-spills-over").unwrap());
+    assert_eq!(held(&spilling), expected(4));
+}
+
+#[test]
 fn reported_slots_are_those_of_the_layout_step_and_minus_one_for_padding() {
     let scene = Scene::small(4).with(|s| s.configuration.interleave = 2);
     let mut session = scene.open(&engine());

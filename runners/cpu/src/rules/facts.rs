@@ -275,6 +275,11 @@ mod tests {
         assert!(!facts.query_replication.on);
         assert!(read(json!({"enable_query_replication": "false"})).unwrap().query_replication.on);
         assert!(read(json!({"interleave_size": "eight"})).is_err());
+        // a truth is an integer in Python, a list is none
+        let [on, off] =
+            [true, false].map(|truth| read(json!({"interleave_size": truth})).unwrap().interleave);
+        assert_eq!((on, off), (1, 0));
+        assert!(read(json!({"interleave_size": [8]})).is_err());
     }
 
     #[test]
