@@ -186,6 +186,7 @@ fn two_states_merge_as_the_partials_of_two_ranks_do() {
     let (values, merged) = exact(2, &[a, b].concat(), &[a_lse, b_lse].concat());
     let (out, lse) = (reply.outputs.get("out").unwrap(), reply.outputs.get("lse").unwrap());
     assert_eq!(out.shape(), [1, ROWS, 2, DIM]);
+    assert_eq!(reply.collectives, [0], "one rank has nobody to ask");
     assert!(out.to_f64().iter().zip(&values).all(|(a, b)| (a - b).abs() < 1e-6));
     assert!(lse.to_f64().iter().zip(&merged).all(|(a, b)| (a - b).abs() < 1e-6));
 }
@@ -206,6 +207,7 @@ fn segments_merge_as_in_the_worked_example_and_inactive_ones_are_never_read() {
     let (out, lse) = (reply.outputs.get("out").unwrap().to_f32(), reply.outputs.get("lse").unwrap().to_f32());
     assert!((out[0] - 7.0 / 3.0).abs() < 1e-6 && (lse[0] - 3f32.ln()).abs() < 1e-6, "{out:?} {lse:?}");
     assert_eq!((out[1], lse[1]), (0.0, f32::NEG_INFINITY));
+    assert_eq!(reply.collectives, [0], "one rank has nobody to ask");
 }
 
 #[test]

@@ -53,6 +53,7 @@ fn a_round_robin_of_seven_rows_pads_the_second_rank_and_comes_back_transposed() 
     assert_eq!(output(&reply, "row_lens"), [1, 3, 6, 8, 2, 5, 7, 0]);
     assert_eq!(output(&reply, "restore"), [0, 4, 1, 5, 2, 6, 3].repeat(2));
     assert_eq!(output(&reply, "kv_writer"), [1, 1, 1, 1, 1, 1, 1, 0].repeat(2));
+    assert_eq!(reply.collectives, [0, 0], "each rank works out its own share");
 }
 
 #[test]

@@ -167,7 +167,8 @@ fn a_cache_of_another_layout_comes_in_as_if_it_had_been_written_here() {
             });
             let mut session = scene.open(&engine());
             let mut inputs = of_another_layout(&scene, source);
-            step(session.as_mut(), &Operation::ImportCache { source }, &mut inputs).unwrap();
+            let imported = step(session.as_mut(), &Operation::ImportCache { source }, &mut inputs).unwrap();
+            assert_eq!(imported.collectives, vec![0; 2 * world], "every rank has the whole of what is given");
             let seen = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap();
             assert!(seen.outputs == read(&scene, &engine()), "{source:?} into {world} ranks");
         }
