@@ -259,6 +259,11 @@ impl Device {
         unsafe { result::ctx::set_current(self.context) }.map_err(|error| failure("cuCtxSetCurrent", &error))
     }
 
+    /// Its number.
+    pub(crate) fn ordinal(&self) -> sys::CUdevice {
+        self.ordinal
+    }
+
     /// The kernel of that name.
     pub(crate) fn function(&self, name: &str) -> sys::CUfunction {
         // a name that is not in the table is a bug of this crate

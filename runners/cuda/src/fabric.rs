@@ -3,9 +3,13 @@
 //! Calls never wait inside the vendor's library: every communicator is asynchronous, and is asked for its end no longer than ranks may
 //! wait. One lock orders the collectives of all sessions, and each device runs them in that order, so that two sessions can't wait for
 //! each other crosswise. A collective that hangs is aborted with all communicators; sessions that were under way are lost with it.
+//!
+//! What was joined stays joined and goes on to the process's next engine with the same devices. Asynchronous communicators are freed on
+//! threads of the library, of which nothing says when they end: a process that ended, or let go of a device, while NCCL 2.28.9 freed one
+//! was brought down by it.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
@@ -26,13 +30,34 @@ const LOOK: Duration = Duration::from_micros(20);
 
 /// The devices of an engine and their communicators.
 pub struct Fabric {
-    library: Arc<Collectives>,
-    devices: Vec<Arc<Device>>,
     /// How long ranks may wait for each other.
     pub wait: Duration,
+    /// `None` once it has gone back to [`IDLE`].
+    joint: Option<Joint>,
+}
+
+/// Devices that are joined, for one engine at a time.
+struct Joint {
+    library: Arc<Collectives>,
+    /// The library's file, where one was given.
+    file: Option<PathBuf>,
+    devices: Vec<Arc<Device>>,
     /// How often everything was aborted.
     aborted: AtomicU64,
     state: Mutex<State>,
+}
+
+/// Joined devices that no engine has.
+static IDLE: Mutex<Vec<Joint>> = Mutex::new(Vec::new());
+
+fn idle() -> MutexGuard<'static, Vec<Joint>> {
+    IDLE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Drop for Fabric {
+    fn drop(&mut self) {
+        idle().extend(self.joint.take());
+    }
 }
 
 #[derive(Default)]
@@ -74,34 +99,111 @@ impl Fabric {
         file: Option<&Path>,
         wait: Duration,
     ) -> Result<Arc<Self>, EngineError> {
+        let ordinals =
+            |devices: &[Arc<Device>]| devices.iter().map(|device| device.ordinal()).collect::<Vec<_>>();
+        let same =
+            |joint: &Joint| joint.file.as_deref() == file && ordinals(&joint.devices) == ordinals(&devices);
+        // not held while devices are joined, which takes seconds
+        let known = {
+            let mut idle = idle();
+            idle.iter().position(same).map(|place| idle.swap_remove(place))
+        };
+        let joint = known.map_or_else(|| Joint::of(devices, file), Ok)?;
+        Ok(Arc::new(Self { wait, joint: Some(joint) }))
+    }
+
+    fn joint(&self) -> &Joint {
+        self.joint.as_ref().expect("it is given back by the drop alone")
+    }
+
+    /// Version of the library as it counts: 22803 is 2.28.3.
+    pub fn version(&self) -> i32 {
+        self.joint().library.version().unwrap_or(0)
+    }
+
+    /// The devices.
+    pub fn devices(&self) -> &[Arc<Device>] {
+        &self.joint().devices
+    }
+
+    /// How often everything was aborted so far: sessions that began before the last time are lost.
+    pub fn generation(&self) -> u64 {
+        self.joint().aborted.load(Ordering::Acquire)
+    }
+
+    /// Puts one collective of `devices` into the streams of those that are there, `queues[i]` being that of `devices[i]` or `None` where
+    /// it keeps out; `call` enqueues a device's part by its number among them.
+    ///
+    /// # Errors
+    /// [`Halt::Late`] where the call itself does not end in time, which aborts everything; what the library or the driver says.
+    pub(crate) fn enqueue(
+        &self,
+        generation: u64,
+        devices: &[usize],
+        queues: &[Option<&Arc<Queue>>],
+        mut call: impl FnMut(usize, &mut Communicator) -> Result<(), CollectivesError>,
+    ) -> Result<(), Halt> {
+        let joint = self.joint();
+        let mut state = joint.lock();
+        if self.generation() != generation {
+            return Err(Halt::Failed(lost()));
+        }
+        if !state.cliques.contains_key(devices) {
+            let clique = joint.joined(devices)?;
+            state.cliques.insert(devices.to_vec(), clique);
+        }
+        let State { cliques, turns } = &mut *state;
+        let clique = cliques.get_mut(devices).expect("it was just made");
+        let present = || queues.iter().enumerate().filter_map(|(index, queue)| Some((index, (*queue)?)));
+        for (index, queue) in present() {
+            if let Some(turn) = turns.get(&devices[index]) {
+                queue.wait_for(turn)?;
+            }
+        }
+        joint.library.grouped(|| -> Result<(), Halt> {
+            for (index, queue) in present() {
+                queue.device.enter()?;
+                call(index, &mut clique[index])?;
+            }
+            Ok(())
+        })?;
+        let began = Instant::now();
+        for (index, queue) in present() {
+            while !clique[index].is_ready()? {
+                if began.elapsed() > self.wait {
+                    joint.abort_all(std::mem::take(&mut state.cliques));
+                    return Err(Halt::Late);
+                }
+                thread::sleep(LOOK);
+            }
+            turns.insert(devices[index], queue.record()?);
+        }
+        Ok(())
+    }
+
+    /// Gives up everything that is under way: what hangs on a device ends, and new sessions join anew.
+    pub fn abort(&self) {
+        let joint = self.joint();
+        let cliques = std::mem::take(&mut joint.lock().cliques);
+        joint.abort_all(cliques);
+    }
+}
+
+impl Joint {
+    fn of(devices: Vec<Arc<Device>>, file: Option<&Path>) -> Result<Self, EngineError> {
         let crash = |error: CollectivesError| EngineError::Crash { text: error.to_string() };
         let library = Collectives::open(Vendor::Nccl, file).map_err(crash)?;
-        let fabric =
-            Self { library, devices, wait, aborted: AtomicU64::new(0), state: Mutex::new(State::default()) };
-        let all: Vec<usize> = (0..fabric.devices.len()).collect();
-        match fabric.joined(&all) {
-            Ok(clique) => drop(fabric.lock().cliques.insert(all, clique)),
+        let (aborted, state) = (AtomicU64::new(0), Mutex::new(State::default()));
+        let joint = Self { library, file: file.map(Path::to_owned), devices, aborted, state };
+        let all: Vec<usize> = (0..joint.devices.len()).collect();
+        match joint.joined(&all) {
+            Ok(clique) => drop(joint.lock().cliques.insert(all, clique)),
             Err(Halt::Failed(error)) => return Err(error),
             Err(Halt::Late) => {
                 return Err(EngineError::Crash { text: "the devices did not join in time".to_owned() });
             }
         }
-        Ok(Arc::new(fabric))
-    }
-
-    /// Version of the library as it counts: 22803 is 2.28.3.
-    pub fn version(&self) -> i32 {
-        self.library.version().unwrap_or(0)
-    }
-
-    /// The devices.
-    pub fn devices(&self) -> &[Arc<Device>] {
-        &self.devices
-    }
-
-    /// How often everything was aborted so far: sessions that began before the last time are lost.
-    pub fn generation(&self) -> u64 {
-        self.aborted.load(Ordering::Acquire)
+        Ok(joint)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -128,61 +230,6 @@ impl Fabric {
             }
         }
         Ok(clique)
-    }
-
-    /// Puts one collective of `devices` into the streams of those that are there, `queues[i]` being that of `devices[i]` or `None` where
-    /// it keeps out; `call` enqueues a device's part by its number among them.
-    ///
-    /// # Errors
-    /// [`Halt::Late`] where the call itself does not end in time, which aborts everything; what the library or the driver says.
-    pub(crate) fn enqueue(
-        &self,
-        generation: u64,
-        devices: &[usize],
-        queues: &[Option<&Arc<Queue>>],
-        mut call: impl FnMut(usize, &mut Communicator) -> Result<(), CollectivesError>,
-    ) -> Result<(), Halt> {
-        let mut state = self.lock();
-        if self.generation() != generation {
-            return Err(Halt::Failed(lost()));
-        }
-        if !state.cliques.contains_key(devices) {
-            let clique = self.joined(devices)?;
-            state.cliques.insert(devices.to_vec(), clique);
-        }
-        let State { cliques, turns } = &mut *state;
-        let clique = cliques.get_mut(devices).expect("it was just made");
-        let present = || queues.iter().enumerate().filter_map(|(index, queue)| Some((index, (*queue)?)));
-        for (index, queue) in present() {
-            if let Some(turn) = turns.get(&devices[index]) {
-                queue.wait_for(turn)?;
-            }
-        }
-        self.library.grouped(|| -> Result<(), Halt> {
-            for (index, queue) in present() {
-                queue.device.enter()?;
-                call(index, &mut clique[index])?;
-            }
-            Ok(())
-        })?;
-        let began = Instant::now();
-        for (index, queue) in present() {
-            while !clique[index].is_ready()? {
-                if began.elapsed() > self.wait {
-                    self.abort_all(std::mem::take(&mut state.cliques));
-                    return Err(Halt::Late);
-                }
-                thread::sleep(LOOK);
-            }
-            turns.insert(devices[index], queue.record()?);
-        }
-        Ok(())
-    }
-
-    /// Gives up everything that is under way: what hangs on a device ends, and new sessions join anew.
-    pub fn abort(&self) {
-        let cliques = std::mem::take(&mut self.lock().cliques);
-        self.abort_all(cliques);
     }
 
     fn abort_all(&self, cliques: BTreeMap<Vec<usize>, Vec<Communicator>>) {
