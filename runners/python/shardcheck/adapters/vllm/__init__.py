@@ -41,9 +41,11 @@ _CHOICES = {
 }
 
 
-def make_release(folder: str, device: str, runner: str) -> Any:
-    """A `Release` in this process; raises `Unsupported` where torch, Triton or what `runner` asks for is
-    missing."""
+def make_release(
+    folder: str, device: str, runner: str, full_lse: bool = False, aliased_token: int | None = None
+) -> Any:
+    """A `Release` in this process, with everything that changes what its ranks compute; raises `Unsupported` where
+    torch, Triton or what `runner` asks for is missing."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for module in ("torch", "triton"):
         if importlib.util.find_spec(module) is None:
@@ -55,7 +57,9 @@ def make_release(folder: str, device: str, runner: str) -> Any:
     from shardcheck.adapters.vllm.release import Release
 
     torch.set_num_threads(1)
-    return Release(Path(folder), device, runner)
+    release = Release(Path(folder), device, runner)
+    release.full_lse, release.aliased_token = full_lse, aliased_token
+    return release
 
 
 class Engine(BaseEngine):
@@ -86,10 +90,9 @@ class Engine(BaseEngine):
         self.version = str(manifest.get("version", release or _version_of(place)))
         self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
         self.merge_variant = merge
-        self.release = make_release(str(place), device, runner)
-        self.release.full_lse = lse == "f32"
-        self.release.aliased_token = int(alias_token) if alias_token else None
-        make = functools.partial(make_release, str(place), device, runner)
+        aliased_token = int(alias_token) if alias_token else None
+        make = functools.partial(make_release, str(place), device, runner, lse == "f32", aliased_token)
+        self.release = make()
         self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make, device)
         self.devices = [self.release.device_name]
         self.operations = operations(self.release)
