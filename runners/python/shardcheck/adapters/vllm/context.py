@@ -19,8 +19,9 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.caches import Caches, RankCache, is_narrow
+from shardcheck.adapters.loader import parameters
+from shardcheck.adapters.vllm.release import Release
 
 
 class Context:
