@@ -16,11 +16,10 @@ from shardcheck.adapters.batches import Batch, project
 from shardcheck.adapters.caches import Caches, RankCache, is_narrow
 from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import combine, route
+from shardcheck.adapters.sglang.options import Options
 from shardcheck.adapters.sglang.release import Release
 from shardcheck.adapters.sglang.surroundings import Parallel
 
-# Splits of a row, the engine's default (`--triton-attention-num-kv-splits`).
-_SPLITS = 8
 # An id of no token: rows of the request table that no kernel should read hold it.
 _NOWHERE = 1 << 30
 # Widths of keys that the kernel's MLA form takes, which W = 1 runs, and of values with them.
@@ -49,25 +48,23 @@ class Attention:
         configuration: Configuration,
         caches: Caches,
         executor: Any,
-        merge: str,
-        reads: str,
+        options: Options,
     ) -> None:
         self.release = release
         self.configuration = configuration
         self.caches = caches
         self.executor = executor
-        self.merge = merge
-        self.reads = reads
+        self.options = options
 
     def step(self, kind: str, batch: Batch, w_uv: Tensor | None) -> Reply:
         """Runs a step on all ranks. `kind` is `decode` or `verify`."""
         self._check(kind)
         c = self.configuration
-        how = route(self.merge, c.comm_backend, "e")
+        how = route(self.options.merge, c.comm_backend, "e")
         if c.dcp > 1 and how != "reduced" and not c.attention.is_mla:
             raise Unsupported("only MLA layers merge so: others end in the Triton backend's own merge")
         jobs = [
-            RankAttention(c, self.caches.of_rank(rank), rank, kind, batch, how, self.reads)
+            RankAttention(c, self.caches.of_rank(rank), rank, kind, batch, how, self.options)
             for rank in range(c.tp)
         ]
         results, collectives = self.executor.run(jobs, c.dcp)
@@ -83,7 +80,7 @@ class Attention:
             "query_replication": False,
             "project_before_merge": False,
             "kernel": self.release.decode_kernel.__qualname__,
-            "indices": self.reads if c.dcp > 1 else "none",
+            "indices": self.options.reads if c.dcp > 1 else "none",
         }
         if c.dcp > 1:
             effective |= {"comm_backend": c.comm_backend, "merge": how}
@@ -116,7 +113,7 @@ class RankAttention:
     kind: str
     batch: Batch
     how: str
-    reads: str
+    options: Options
 
     def run(self, release: Release, group: Any) -> RankResult:
         """Attends to the rank's own tokens and merges with the group."""
@@ -163,7 +160,7 @@ class RankAttention:
             enable_deterministic=False,
             enable_lean_attention=False,
             is_draft_runner=False,
-            max_kv_splits=_SPLITS,
+            max_kv_splits=self.options.splits,
             page_size=1,
             req_to_token=self._table(),
             static_kv_splits=False,
@@ -180,7 +177,7 @@ class RankAttention:
         splits = torch.empty(rows, dtype=torch.int32)
         if rows:
             self.release.backend.get_num_kv_splits(backend, splits, self.lens.clamp_min(1))
-        shape = (rows, c.gathered_heads, _SPLITS)
+        shape = (rows, c.gathered_heads, self.options.splits)
         backend.forward_metadata = SimpleNamespace(
             kv_indptr=indptr,
             kv_indices=indices,
@@ -231,7 +228,7 @@ class RankAttention:
             rows = [backend.req_to_token[r, :n] for r, n in zip(requests, self.lens.tolist(), strict=True)]
             return indptr, torch.cat(rows).to(torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
         make = {"backend": self._by_backend, "planner": self._by_planner, "pages": self._by_pages}
-        return make[self.reads](backend, requests, indptr, member)
+        return make[self.options.reads](backend, requests, indptr, member)
 
     def _by_backend(self, backend: Any, requests: Any, indptr: Any, _: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The Triton backend's own."""

@@ -22,12 +22,12 @@ _STRATEGIES = {"zigzag": "zigzag", "round_robin": "interleave"}
 class PrefillLayout:
     """Shares one batch out over `world` ranks."""
 
-    def __init__(self, world: int, strategy: str, decodes: str, padded_rows: int) -> None:
+    def __init__(self, world: int, strategy: str, decodes: str, padded_rows: int, has_decodes: bool) -> None:
         if world == 1:
             raise Unsupported("the engine makes no strategy where there is one rank")
         if strategy not in _STRATEGIES:
             raise Unsupported(f"the engine has no strategy {strategy}: it has zigzag and interleave")
-        if decodes != "split":
+        if has_decodes and decodes != "split":
             raise Unsupported("a batch that is shared out has no decodes: each of its rows follows the strategy")
         self.world, self.padded_rows = world, padded_rows
         self.strategy = _STRATEGIES[strategy]

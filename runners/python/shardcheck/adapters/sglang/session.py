@@ -13,6 +13,7 @@ from shardcheck.adapters.caches import Caches
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import RankMerge, merge_two, pack, refuse_one_rank, route
+from shardcheck.adapters.sglang.options import Options
 from shardcheck.adapters.sglang.prefill import PrefillLayout
 from shardcheck.adapters.sglang.release import Release
 
@@ -21,15 +22,15 @@ class SglangSession(Session):
     """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
 
     def __init__(
-        self, release: Release, configuration: Configuration, executor: Any, merge: str, reads: str, slots: str
+        self, release: Release, configuration: Configuration, executor: Any, options: Options
     ) -> None:
         super().__init__(configuration)
         self.release = release
         self.executor = executor
-        self.merge = merge
+        self.options = options
         self.caches = Caches(configuration)
-        self.layouts = Layout(release, configuration, slots)
-        self.attention = Attention(release, configuration, self.caches, executor, merge, reads)
+        self.layouts = Layout(release, configuration, options.slots)
+        self.attention = Attention(release, configuration, self.caches, executor, options)
 
     def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
         """Local lengths, row lengths, rows of the cache and pages of every rank."""
@@ -98,7 +99,7 @@ class SglangSession(Session):
         """Merges given partials over the ranks of one group; their LSEs are in base `e` or `two`."""
         c = self.configuration
         refuse_one_rank(c.dcp)
-        how = route(self.merge, c.comm_backend, lse_base)
+        how = route(self.options.merge, c.comm_backend, lse_base)
         outs, lses = partial_out.torch(), partial_lse.torch()
         jobs = [RankMerge(how, outs[member], lses[member], lse_base) for member in range(c.dcp)]
         with self.release.watching():
@@ -141,8 +142,9 @@ class SglangSession(Session):
         **_: Any,
     ) -> Reply:
         """Rows of a batch on the ranks of prefill context parallelism."""
-        shared = PrefillLayout(world, strategy, decodes, padded_rows)
         starts, computed = (t.numpy().astype(np.int64) for t in (query_start_loc, context_lens))
+        has_decodes = bool(((np.diff(starts) > 0) & (is_prefilling.numpy() == 0)).any())
+        shared = PrefillLayout(world, strategy, decodes, padded_rows, has_decodes)
         with self.release.watching():
             outputs, collectives = shared.share_out(self.executor, starts, computed)
         return Reply(outputs, {}, collectives)
