@@ -34,6 +34,9 @@ SCENARIOS = {
     "one query head a KV head": Scenario([13, 1], attention=EACH),
     "three ranks": Scenario([37, 9], world=3),
     "verify": Scenario([37, 4], rows=3, padding=1, route="verify"),
+    "context": Scenario([30, 0, 7], rows=2, route="context", world=2),
+    "context, three ranks": Scenario([30, 0, 7], rows=2, route="context", world=3, budget=9),
+    "context, one rank": Scenario([30, 0, 7], rows=2, route="context", world=1),
     "interleave": Scenario([37, 5, 17], world=2, interleave=2),
 }
 
@@ -42,7 +45,10 @@ SHARES = {
     "share, zigzag": ([(0, 11, 1), (3, 6, 1), (0, 13, 1)], {"strategy": "zigzag"}),
     "share, zigzag, aligned": ([(0, 12, 1)], {"strategy": "zigzag", "padded_rows": 6}),
     "share, zigzag, too few rows": ([(0, 5, 1)], {"strategy": "zigzag"}),
-    "share, round robin": ([(0, 11, 1), (20, 1, 0), (3, 5, 1)], {"strategy": "round_robin", "decodes": "split"}),
+    "share, round robin": (
+        [(0, 11, 1), (20, 1, 0), (3, 5, 1)],
+        {"strategy": "round_robin", "decodes": "split"},
+    ),
     "share, decodes on every rank": ([(0, 11, 1), (20, 1, 0)], {"strategy": "zigzag"}),
     "share, chunks from both ends": ([(0, 11, 1)], {}),
 }
@@ -52,7 +58,10 @@ def merges(engine: Any, configuration: Configuration) -> dict[str, Any]:
     """What comes of four partials and of two states where one is empty, all are, or one has an LSE that is no number;
     by case, exchange and base the largest errors of output and LSE, `null` where something is NaN."""
     rng = np.random.default_rng(3)
-    outs, lses = rng.normal(size=(4, 3, 8, 8)).astype(np.float32), rng.normal(size=(4, 3, 8)).astype(np.float32)
+    outs, lses = (
+        rng.normal(size=(4, 3, 8, 8)).astype(np.float32),
+        rng.normal(size=(4, 3, 8)).astype(np.float32),
+    )
     found: dict[str, Any] = {}
     for case, rank_lse, held in (
         ("plain", None, None),
@@ -88,6 +97,12 @@ def errors(outputs: Any, out: np.ndarray, lse: np.ndarray, base: str) -> dict[st
     return {"out": largest(seen[0], wanted[0]), "lse": largest(seen[1], wanted[1])}
 
 
+def held(lens: np.ndarray, world: int, interleave: int, rank: int) -> np.ndarray:
+    """Tokens of a rank among the first `lens`."""
+    rounds, rest = np.divmod(lens, world * interleave)
+    return rounds * interleave + np.clip(rest - rank * interleave, 0, interleave)
+
+
 def sweep(release: Any) -> dict[str, list[int]]:
     """Every length, row and rank of many group sizes and interleave sizes, lengths beyond 2^24 among them: by function how
     many were asked and how many are wrong."""
@@ -109,10 +124,8 @@ def sweep(release: Any) -> dict[str, list[int]]:
         rounds, rest = np.divmod(lens, world * interleave)
         given = torch.from_numpy(lens.astype(np.int32))
         for rank in range(world):
-            held = lambda n: n // (world * interleave) * interleave + np.clip(  # noqa: E731
-                n % (world * interleave) - rank * interleave, 0, interleave
-            )
-            count("local lengths", release.local_lens(given, world, rank, **named), held(lens))
+            sizes = (world, interleave, rank)
+            count("local lengths", release.local_lens(given, world, rank, **named), held(lens, *sizes))
             if release.localize is not None:
                 owned = lens // interleave % world == rank
                 local = rounds * interleave + rest % interleave
@@ -127,7 +140,7 @@ def sweep(release: Any) -> dict[str, list[int]]:
                 chain = release.chain_lens(
                     torch.from_numpy(total.astype(np.int32)), rows, world, rank, **named
                 )
-                count("lengths of rows", chain, held(seen).reshape(-1))
+                count("lengths of rows", chain, held(seen, *sizes).reshape(-1))
     return found
 
 

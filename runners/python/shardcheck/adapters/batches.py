@@ -1,8 +1,9 @@
-"""What adapters do with a batch before and after the engine: its rows, the positions of its tokens, copies of
-partials that an engine corrects in place, and the up-projection of merged outputs."""
+"""What adapters do with a batch around the engine: its rows, the positions of its tokens, copies of partials that an
+engine corrects in place, projections, and attention where the engine's is a compiled kernel."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -66,8 +67,46 @@ def project(out: torch.Tensor, rank: int, w_uv: Tensor | None, heads: int) -> to
     if w_uv is None:
         return out
     first = rank * heads
-    weights = torch.from_numpy(
-        np.ascontiguousarray(w_uv.numpy()[first : first + heads], dtype=np.float32)
-    )
+    weights = torch.from_numpy(np.ascontiguousarray(w_uv.numpy()[first : first + heads], dtype=np.float32))
     projected = torch.bmm(out.float().transpose(0, 1), weights.to(out.device))
     return projected.transpose(0, 1).to(out.dtype)
+
+
+def attend_packed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    q_starts: Sequence[int],
+    k_starts: Sequence[int],
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of each request's rows `[rows, H, Dk]` over its keys `[tokens, H, Dk]` in f32: `[rows, H, V]` and `[H,
+    rows]`; zeros at LSE −∞ where a request has no keys. A causal mask is aligned at the first row and key."""
+    out = torch.zeros(len(q), q.shape[1], v.shape[-1])
+    lse = torch.full((q.shape[1], len(q)), float("-inf"))
+    for index in range(len(q_starts) - 1):
+        rows, keys = (
+            slice(q_starts[index], q_starts[index + 1]),
+            slice(k_starts[index], k_starts[index + 1]),
+        )
+        scores = torch.einsum("thd,shd->hts", q[rows], k[keys]) * scale
+        if causal:
+            scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
+        if scores.numel():
+            lse[:, rows] = torch.logsumexp(scores, dim=-1)
+            out[rows] = torch.einsum("hts,shd->thd", torch.softmax(scores, dim=-1), v[keys])
+    return out, lse
+
+
+class IdentityProjection:
+    """Stands for the layer's up-projection: the latent is key and value of each head."""
+
+    params_dtype = torch.float32
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def __call__(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        flat = latent.reshape(-1, latent.shape[-1])
+        return torch.cat([flat, flat], dim=-1).repeat(1, self.heads), None

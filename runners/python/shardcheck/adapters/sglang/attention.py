@@ -68,9 +68,7 @@ class Attention:
             for rank in range(c.tp)
         ]
         results, collectives = self.executor.run(jobs, c.dcp)
-        outs = [
-            project(result.out, rank, w_uv, c.heads_per_rank) for rank, result in enumerate(results)
-        ]
+        outs = [project(result.out, rank, w_uv, c.heads_per_rank) for rank, result in enumerate(results)]
         names = ("lse", "partial_out", "partial_lse", "row_lens")
         stacked = {name: torch.stack([getattr(result, name) for result in results]) for name in names}
         # exact: queries are bf16 values, whatever they are held in
@@ -91,13 +89,21 @@ class Attention:
         if c.project_before_merge:
             raise Unsupported("the engine projects merged outputs, never partials")
         if c.query_replication and c.dcp > 1:
-            raise Unsupported("the engine gathers queries, it has no projection that makes them on every rank")
+            raise Unsupported(
+                "the engine gathers queries, it has no projection that makes them on every rank"
+            )
         if c.interleave > 1 and c.dcp > 1:
-            raise Unsupported("the Triton backend reads and writes single tokens in turn, it has no interleave size")
+            raise Unsupported(
+                "the Triton backend reads and writes single tokens in turn, it has no interleave size"
+            )
         if is_narrow(c.kv_dtype):
-            raise Unsupported("the kernel rounds the query to the type of a quantised cache: no contract says that")
+            raise Unsupported(
+                "the kernel rounds the query to the type of a quantised cache: no contract says that"
+            )
         if kind == "verify" and self.release.chain_lens is None:
-            raise Unsupported("this release has no function for the local lengths of the rows of a multi-token step")
+            raise Unsupported(
+                "this release has no function for the local lengths of the rows of a multi-token step"
+            )
         widths = (c.qk_dim, c.value_dim)
         if c.dcp == 1 and c.attention.is_mla and _LATENT_WIDTHS.get(widths[0]) != widths[1]:
             raise Unsupported(f"on one rank the kernel takes latents of {_LATENT_WIDTHS}, not {widths}")
@@ -151,7 +157,11 @@ class RankAttention:
         """An object with the attributes that the backend's methods read."""
         c, rows = self.configuration, len(self.lens)
         keys = self.cache.read("key_cache", "cpu").flatten(0, 1)
-        values = keys[..., : c.value_dim] if c.attention.is_mla else self.cache.read("value_cache", "cpu").flatten(0, 1)
+        values = (
+            keys[..., : c.value_dim]
+            if c.attention.is_mla
+            else self.cache.read("value_cache", "cpu").flatten(0, 1)
+        )
         backend = SimpleNamespace(
             dcp_size=c.dcp,
             dcp_rank=member,
@@ -165,7 +175,9 @@ class RankAttention:
             req_to_token=self._table(),
             static_kv_splits=False,
             swa_v_head_dim=None,
-            token_to_kv_pool=SimpleNamespace(get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values),
+            token_to_kv_pool=SimpleNamespace(
+                get_key_buffer=lambda _: keys, get_value_buffer=lambda _: values
+            ),
             use_mla=c.attention.is_mla,
             use_pdl=False,
             decode_attention_fwd=self._kernel,
@@ -230,28 +242,35 @@ class RankAttention:
         make = {"backend": self._by_backend, "planner": self._by_planner, "pages": self._by_pages}
         return make[self.options.reads](backend, requests, indptr, member)
 
-    def _by_backend(self, backend: Any, requests: Any, indptr: Any, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_backend(
+        self, backend: Any, requests: Any, indptr: Any, _: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The Triton backend's own."""
         found = self.release.backend._dcp_kv_indices(backend, requests, self.lens, indptr)
         return found[0], found[1]
 
-    def _by_planner(self, backend: Any, requests: Any, indptr: Any, _: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_planner(
+        self, backend: Any, requests: Any, indptr: Any, _: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The plan of the MLA backends, from the ids of all tokens that a row sees."""
         if self.kind == "verify":
             raise Unsupported("the plan takes lengths of requests, not of rows")
         total = torch.zeros(len(requests), dtype=torch.int32)
         real = self.batch.requests >= 0
-        total[torch.from_numpy(real)] = torch.from_numpy(self.batch.seq_lens[self.batch.requests[real]].astype(np.int32))
+        total[torch.from_numpy(real)] = torch.from_numpy(
+            self.batch.seq_lens[self.batch.requests[real]].astype(np.int32)
+        )
         indptr[1:] = total.cumsum(0)
         rows = [backend.req_to_token[r, :n] for r, n in zip(requests, total.tolist(), strict=True)]
         ids = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int32)
         count = self.release.plan(total, indptr, ids, False, {}, len(requests))
         if self.release.translator is None:  # then the plan names rows
             return indptr, ids[:count].to(torch.int64)
-        translate = self.release.translator.translate_dcp_read_ids
-        return indptr, translate(SimpleNamespace(is_translating=False), ids[:count]).to(torch.int64)
+        return indptr, self.release.translate(ids[:count]).to(torch.int64)
 
-    def _by_pages(self, backend: Any, requests: Any, indptr: Any, member: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _by_pages(
+        self, backend: Any, requests: Any, indptr: Any, member: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The page table of the MLA backends, its pages walked token by token."""
         c, rows = self.configuration, len(requests)
         width = -(-max(1, int(self.lens.max()) if rows else 1) // c.block_size)
@@ -277,7 +296,10 @@ class RankAttention:
             )
         indptr[1:] = self.lens.cumsum(0)
         within = [torch.arange(n) for n in self.lens.tolist()]
-        found = [row[n // c.block_size] * c.block_size + n % c.block_size for row, n in zip(pages, within, strict=True)]
+        found = [
+            row[n // c.block_size] * c.block_size + n % c.block_size
+            for row, n in zip(pages, within, strict=True)
+        ]
         return indptr, torch.cat(found).to(torch.int64) if found else torch.zeros(0, dtype=torch.int64)
 
     def _check_rows(self, indptr: torch.Tensor, indices: torch.Tensor, held: int) -> None:

@@ -20,6 +20,7 @@ OWN_STEPS = (
     "prefill context parallelism: the batch as a forward has it, built from lengths; rows up to the fullest rank's; tokens "
     "that a row sees, from the lengths of its block (zigzag), or the engine's choice of given ones (interleave); no "
     "alignment of a rank's rows but where a graph asks for what it gives",
+    "context: attention of a chunk and of new tokens in f32, rows of the cache, and an up-projection that is the identity",
     "merges: copies of given partials, which the engine corrects in place; dense copies for kernels that take no strides",
 )
 
@@ -49,6 +50,9 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     }
     if release.chain_lens is not None:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
+    if release.attend_context is not None:
+        seen = ["gathered_key", "chunk_lens"]
+        found["context"] = Operation(contract=Contract.f32("f32"), observables=seen)
     if release.pack is not None:
         found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
     return found

@@ -36,11 +36,11 @@ def combine(
             out = release.merge_scattered(partial, lse, group, is_lse_base_on_e=natural).transpose(0, 1)
             return out, release.observed_lse().chunk(group.world_size, dim=1)[group.rank_in_group]
         if partial.element_size() == 2 and partial.shape[-1] % 2:
-            raise Unsupported("an LSE travels as two more columns of 16 bits: the exchange takes even widths only")
+            raise Unsupported(
+                "an LSE travels as two more columns of 16 bits: the exchange takes even widths only"
+            )
         # its caller hands over dense tensors
-        out = release.merge_exchanged(
-            partial.contiguous(), lse.contiguous(), group, is_lse_base_on_e=natural
-        )
+        out = release.merge_exchanged(partial.contiguous(), lse.contiguous(), group, is_lse_base_on_e=natural)
         return out, release.observed_lse()
 
 

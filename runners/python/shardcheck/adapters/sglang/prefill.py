@@ -28,7 +28,9 @@ class PrefillLayout:
         if strategy not in _STRATEGIES:
             raise Unsupported(f"the engine has no strategy {strategy}: it has zigzag and interleave")
         if has_decodes and decodes != "split":
-            raise Unsupported("a batch that is shared out has no decodes: each of its rows follows the strategy")
+            raise Unsupported(
+                "a batch that is shared out has no decodes: each of its rows follows the strategy"
+            )
         self.world, self.padded_rows = world, padded_rows
         self.strategy = _STRATEGIES[strategy]
 
@@ -62,7 +64,9 @@ class RankShare:
             input_ids=torch.zeros(rows, dtype=torch.int64),
         )
         if not strategy.can_apply(rows, batch):
-            raise Unsupported(f"{name} does not apply: too few rows, in all or of a request, for {world} ranks")
+            raise Unsupported(
+                f"{name} does not apply: too few rows, in all or of a request, for {world} ranks"
+            )
         totals = (self.computed + np.diff(self.starts)).tolist()
         batch.attn_cp_metadata = strategy.build_metadata(rows, totals, news)
         self._align(release, batch.attn_cp_metadata)

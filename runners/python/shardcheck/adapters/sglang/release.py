@@ -46,6 +46,8 @@ class Release:
         self.translator = first(surroundings.TRANSLATOR, "KVIndexTranslator")
         self.backend = first(surroundings.DECODE_BACKEND, "TritonAttnBackend")
         self.decode_kernel = first(surroundings.DECODE_KERNEL, "decode_attention_fwd")
+        self.attend_context = self._context_method()
+        self.context_batch = first(surroundings.CONTEXT_BATCH, "ForwardBatchDeepSeekMHAMixin")
         self.base = self.package.load(surroundings.STRATEGIES[0])
         self.zigzag = first(surroundings.ZIGZAG, "ZigzagCPStrategy")
         self.interleave = first(surroundings.INTERLEAVE, "InterleaveCPStrategy")
@@ -54,6 +56,24 @@ class Release:
         self.new_pages = self.package.cut(surroundings.HELPERS, "get_num_new_pages", scope)
         self._seen = threading.local()
         self._observe()
+
+    def _context_method(self) -> Any:
+        """The MLA layer's attention over a context in chunks, where it merges by Triton and not by a compiled kernel, and
+        the ids of chunks are those of the batch."""
+        layer = self.package.first(surroundings.CONTEXT_LAYER, "DeepseekMHAForwardMixin")
+        method = getattr(layer, "_chunked_prefix_attn_mha", None)
+        merges = method is not None and "merge_state" in method.__code__.co_names
+        return method if merges and self.translator is not None else None
+
+    def translate(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of a rank's cache of widened ids that it owns, by the translator of a pool that moves nothing."""
+        return self.static_translator().translate_dcp_read_ids(ids)
+
+    def static_translator(self) -> Any:
+        """The translator of such a pool, as its constructor leaves it."""
+        found = object.__new__(self.translator)
+        vars(found).update(is_translating=False, defer_read_translate=False, _spaces={})
+        return found
 
     @property
     def files(self) -> list[str]:
@@ -105,6 +125,15 @@ class Release:
             return combine(outs, lses, is_lse_base_on_e=is_lse_base_on_e, **named)
 
         kernels.correct_attn_out, kernels.dcp_lse_combine_triton = corrected, combined
+        choice = self.package.load(surroundings.MERGE_CHOICE[0])
+        if choice is not None:
+            choose = choice.merge_state
+
+            def chosen(*arguments: Any) -> Any:
+                out, self._seen.lse = choose(*arguments)
+                return out, self._seen.lse
+
+            choice.merge_state = chosen
         backend = self.package.load(surroundings.DECODE_BACKEND[0])
 
         def merged(out: Any, lse: Any, group: Any) -> Any:

@@ -11,6 +11,7 @@ from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
 from shardcheck.adapters.batches import Batch, flat_positions
 from shardcheck.adapters.caches import Caches
 from shardcheck.adapters.sglang.attention import Attention
+from shardcheck.adapters.sglang.context import Context
 from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import RankMerge, merge_two, pack, refuse_one_rank, route
 from shardcheck.adapters.sglang.options import Options
@@ -30,6 +31,7 @@ class SglangSession(Session):
         self.options = options
         self.caches = Caches(configuration)
         self.layouts = Layout(release, configuration, options.slots)
+        self.contexts = Context(configuration, self.caches, executor)
         self.attention = Attention(release, configuration, self.caches, executor, options)
 
     def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
@@ -92,6 +94,22 @@ class SglangSession(Session):
     def verify(self, **tensors: Tensor) -> Reply:
         """Several causal rows a request."""
         return self._attend("verify", **tensors)
+
+    def context(
+        self,
+        chunk_budget_tokens: int,
+        query: Tensor,
+        key: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        **_: Any,
+    ) -> Reply:
+        """New tokens over a cached context that is gathered in chunks."""
+        with self.release.watching():
+            return self.contexts.step(
+                chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
+            )
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any

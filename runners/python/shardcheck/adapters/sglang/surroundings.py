@@ -22,6 +22,9 @@ EXCHANGE = (f"{_DCP}.comm",)
 PLANNER = (f"{_DCP}.planner",)
 KERNELS = (f"{_KERNELS}.dcp_kernels",)
 MERGE = (f"{_KERNELS}.merge_state",)
+MERGE_CHOICE = ("sglang.srt.layers.attention.merge_state",)
+CONTEXT_LAYER = ("sglang.srt.models.deepseek_common.attention_forward_methods.forward_mha",)
+CONTEXT_BATCH = ("sglang.srt.model_executor.forward_batch_deepseek_mha_mixin",)
 DECODE_KERNEL = (f"{_KERNELS}.decode_attention",)
 DECODE_BACKEND = ("sglang.srt.layers.attention.triton_backend",)
 TRANSLATOR = ("sglang.srt.mem_cache.kv_index_translator",)
@@ -34,7 +37,7 @@ HELPERS = "sglang.srt.utils.common"
 
 _PLACES = (
     *(LAYOUT + EXCHANGE + PLANNER + KERNELS + MERGE + DECODE_KERNEL + DECODE_BACKEND + TRANSLATOR),
-    *(STRATEGIES + ZIGZAG + INTERLEAVE + PADDING),
+    *(STRATEGIES + ZIGZAG + INTERLEAVE + PADDING + MERGE_CHOICE + CONTEXT_LAYER + CONTEXT_BATCH),
 )
 # What those import and can be served as it is.
 _SUPPORT = (
@@ -42,6 +45,8 @@ _SUPPORT = (
     f"{_DCP}.metadata",
     f"{_KERNELS}.score_mod",
     f"{_KERNELS}.metadata",
+    f"{_KERNELS}.kv_indices",
+    "sglang.kernels.ops.kvcache.kv_indices",
     "sglang.srt.environ",
 )
 # Packages that those import and that nothing which runs here needs: stubs where they are not installed.
@@ -50,7 +55,8 @@ _FOREIGN = ("msgspec", "psutil", "pydantic", "sgl_kernel", "tqdm", "transformers
 
 @dataclass(frozen=True)
 class Parallel:
-    """Stands for `get_parallel()`: sizes and groups as the rank sees them that the calling thread acts for."""
+    """Stands for `get_parallel()`: sizes and groups as the rank sees them that the calling thread acts for, and for what
+    a forward has around it: its attention backend, its cache and its table of tokens."""
 
     dcp_size: int = 1
     dcp_rank: int = 0
@@ -60,6 +66,9 @@ class Parallel:
     attn_cp_group: Any = None
     enable_prefill_cp: bool = False
     cp_strategy: str = "zigzag"
+    backend: Any = None
+    pool: Any = None
+    request_pool: Any = None
 
     @property
     def dcp_enabled(self) -> bool:
@@ -110,6 +119,14 @@ class _Device:
 _DEVICE = _Device()
 
 
+class LatentPool:
+    """Stands for `MLATokenToKVPool`, the cache of an MLA model: the chunk plan asks whether it is one."""
+
+
+class _Nothing:
+    """Stands for classes that objects are asked to be of, and that none here is of."""
+
+
 class WriteLocation:
     """Stands for `KVWriteLoc`, a record: the rows of a cache that tokens are written to."""
 
@@ -144,7 +161,20 @@ def package(folder: Path, groups: Groups) -> Package:
             "is_allocation_symmetric": _no,
             "attn_cp_all_gather_into_tensor": groups.gather_prefill,
         },
-        "sglang.srt.mem_cache.memory_pool": {"KVWriteLoc": WriteLocation},
+        "sglang.srt.mem_cache.memory_pool": {
+            "KVWriteLoc": WriteLocation,
+            "MLATokenToKVPool": LatentPool,
+            "HybridLinearKVPool": _Nothing,
+        },
+        "sglang.srt.model_executor.forward_context": {
+            "get_attn_backend": lambda: groups.current().backend,
+            "get_token_to_kv_pool": lambda: groups.current().pool,
+            "get_req_to_token_pool": lambda: groups.current().request_pool,
+        },
+        "sglang.srt.layers.attention.tbo_backend": {"TboAttnBackend": _Nothing},
+        "sglang.srt.models.deepseek_common.utils": {
+            name: False for name in ("_is_cuda", "_is_hip", "_is_musa", "_is_npu", "_use_aiter_gfx95")
+        },
         "sglang.srt.model_executor.runner_utils.capture_mode": {"get_is_capture_mode": _no},
         # where 0.5.17 asks which strategy runs
         "sglang.srt.layers.attention.dsa.utils": {"is_dsa_prefill_cp_in_seq_split": _no},
@@ -155,5 +185,7 @@ def package(folder: Path, groups: Groups) -> Package:
     served = {*_PLACES, *_SUPPORT}
     found = Package("sglang", folder, served, replaced, foreign=_FOREIGN)
     if found.path_of(LAYOUT[0]) is None:
-        raise Unsupported("this release has no decode context parallelism in the place where 0.5.17 and later have it")
+        raise Unsupported(
+            "this release has no decode context parallelism in the place where 0.5.17 and later have it"
+        )
     return found
