@@ -407,7 +407,9 @@ mod tests {
 
     #[test]
     fn a_name_that_stands_for_nothing_is_refused_with_what_would_do() {
-        for name in ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@", "trtllm@1.0", "cuda:2"] {
+        for name in
+            ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@", "trtllm@1.0", "cuda:2"]
+        {
             let error = choice(name).unwrap_err().to_string();
             assert!(error.contains("exec:COMMAND"), "{name}: {error}");
         }

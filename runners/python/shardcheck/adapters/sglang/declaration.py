@@ -21,7 +21,8 @@ OWN_STEPS = (
     "that a row sees, from the lengths of its block (zigzag), or the engine's choice of given ones (interleave); no "
     "alignment of a rank's rows but where a graph asks for what it gives",
     "context: attention of a chunk and of new tokens in f32, rows of the cache, and an up-projection that is the identity",
-    "merges: copies of given partials, which the engine corrects in place; dense copies for kernels that take no strides",
+    "merges: copies of given partials, which the engine corrects in place; dense copies for kernels that take no strides; "
+    "the rounding of a merged f32 output to the type of its partials, which is the caller's",
 )
 
 
@@ -35,8 +36,9 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     missing = ["draft_lens", "units", "sub_page_table"]
     missing += [] if release.chain_lens is not None else ["row_lens"]
     missing += [] if release.new_pages is not None else ["blocks_needed"]
-    # the all-reduce adds in the partial's own type, the reduce-scatter in f32
-    added = "ag_rs_bf16" if merge == "reduced" else "ag_rs_f32"
+    # the all-reduce adds in the partial's own type where partials are weighed in place, the others in f32
+    in_place = merge == "reduced" and "mul_" in release.merge_reduced.__code__.co_names
+    added = "ag_rs_bf16" if in_place else "ag_rs_f32"
     lanes = Conventions(lane_orders=["lo_hi"])
     found = {
         "layout": Operation(absent=missing),

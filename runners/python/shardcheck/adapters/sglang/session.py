@@ -126,7 +126,7 @@ class SglangSession(Session):
         effective = {"comm_backend": c.comm_backend, "merge": how}
         if how == "exchanged":
             effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
-        return Reply({"out": out, "lse": lse.float()}, effective, collectives)
+        return Reply({"out": out.to(outs.dtype), "lse": lse.float()}, effective, collectives)
 
     def merge_states(
         self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, **_: Any
