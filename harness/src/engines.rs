@@ -23,7 +23,7 @@ pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
     /// Engine under test: `cpu` (embedded), `cuda` (native, docs/cuda.md), `cuda:graphs` (its steps captured and replayed), `hip`, `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
-    /// `vllm@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
+    /// `vllm@VERSION` or `sglang@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
 
@@ -112,6 +112,9 @@ pub const CUDA_GRAPHS: &str = "cuda:graphs";
 /// Name of the native engine on HIP.
 pub const HIP: &str = "hip";
 
+/// Published engines whose releases the Python package has an adapter for, one a module of that name.
+const PUBLISHED: [&str; 2] = ["vllm", "sglang"];
+
 /// What a name stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
 enum Choice {
@@ -155,7 +158,7 @@ impl Deref for OpenEngine {
 pub enum EngineChoiceError {
     /// No engine of that name.
     #[error(
-        "unknown engine {name:?}: use cpu, cuda, cuda:graphs, hip, exec:COMMAND, python:MODULE:CLASS or vllm@VERSION{}",
+        "unknown engine {name:?}: use cpu, cuda, cuda:graphs, hip, exec:COMMAND, python:MODULE:CLASS, vllm@VERSION or sglang@VERSION{}",
         hint(suggestion.as_deref())
     )]
     UnknownEngine {
@@ -356,12 +359,14 @@ fn choice(name: &str) -> Result<Choice, EngineChoiceError> {
     }
     let (engine, version) = name.split_once('@').unwrap_or((name, ""));
     let is_version = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '+'));
-    if engine == "vllm" && !version.is_empty() && is_version(version) {
-        let spec = format!("shardcheck.adapters.vllm:Engine --release {version}");
+    if PUBLISHED.contains(&engine) && !version.is_empty() && is_version(version) {
+        let spec = format!("shardcheck.adapters.{engine}:Engine --release {version}");
         return Ok(Choice::Command(adapter(&spec)));
     }
-    let suggestion =
-        nearest(engine, [EMBEDDED, CUDA, HIP, "exec:COMMAND", "python:MODULE:CLASS", "vllm@VERSION"]);
+    let fixed = [EMBEDDED, CUDA, HIP, "exec:COMMAND", "python:MODULE:CLASS"].map(str::to_owned);
+    let published = PUBLISHED.map(|name| format!("{name}@VERSION"));
+    let known: Vec<String> = fixed.into_iter().chain(published).collect();
+    let suggestion = nearest(engine, known.iter().map(String::as_str));
     Err(EngineChoiceError::UnknownEngine { name: name.to_owned(), suggestion: suggestion.map(str::to_owned) })
 }
 
@@ -396,11 +401,15 @@ mod tests {
         assert_eq!(choice("exec:torchrun x").unwrap(), Choice::Command("torchrun x".to_owned()));
         let Choice::Command(vllm) = choice("vllm@0.33.0").unwrap() else { panic!("no command") };
         assert!(vllm.ends_with("-m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0"));
+        let Choice::Command(sglang) = choice("sglang@0.5.23").unwrap() else { panic!("no command") };
+        assert!(sglang.ends_with("-m shardcheck.adapter shardcheck.adapters.sglang:Engine --release 0.5.23"));
     }
 
     #[test]
     fn a_name_that_stands_for_nothing_is_refused_with_what_would_do() {
-        for name in ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@0.5", "cuda:2"] {
+        for name in
+            ["cppu", "exec:", "python:", "vllm", "vllm@", "vllm@0.33.0;rm", "sglang@", "trtllm@1.0", "cuda:2"]
+        {
             let error = choice(name).unwrap_err().to_string();
             assert!(error.contains("exec:COMMAND"), "{name}: {error}");
         }

@@ -20,7 +20,7 @@ enum EnginesVerb {
     /// Only `.py` files are kept, as they were published; SHARDCHECK_CACHE names another cache. Needs the Python package
     /// (`pip install ./runners/python`) in `python3`, or in the interpreter that SHARDCHECK_PYTHON names.
     Fetch {
-        /// Package and version, such as vllm==0.33.0
+        /// Package and version, such as vllm==0.33.0 or sglang==0.5.23
         #[arg(value_name = "NAME==VERSION", required = true)]
         releases: Vec<String>,
     },

@@ -193,6 +193,10 @@ class VirtualGroup:
         ]
         return _sum(parts).contiguous()
 
+    def reduce_scatter_along_dim(self, tensor: Any, dim: int = -1) -> Any:
+        """The same, as another engine's coordinator names it."""
+        return self.reduce_scatter(tensor, dim)
+
     def all_to_all_single(self, output: Any, sent: Any) -> None:
         """Equal parts of `sent`, one for each rank; `output` receives the parts meant for this rank, in rank
         order."""

@@ -9,15 +9,17 @@ that no result of a stub can pass for one of the engine.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +238,25 @@ class Package(importlib.abc.MetaPathFinder):
                 return found
         return None
 
+    def cut(self, module: str, symbol: str, scope: Mapping[str, Any]) -> Callable[..., Any] | None:
+        """A function by itself, compiled from the file of a module whose imports need more than is here; it sees
+        `scope` alone. `None` where the release has no such function."""
+        path = self.path_of(module)
+        if path is None:
+            return None
+        content = path.read_bytes()
+        found = [
+            node
+            for node in ast.parse(content).body
+            if isinstance(node, ast.FunctionDef) and node.name == symbol
+        ]
+        if not found:
+            return None
+        self.hashes[path.relative_to(self.folder).as_posix()] = hashlib.sha256(content).hexdigest()
+        names = dict(scope)
+        exec(compile(ast.Module(body=found, type_ignores=[]), str(path), "exec"), names)
+        return names[symbol]
+
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
@@ -287,3 +308,8 @@ class _Foreign(importlib.abc.MetaPathFinder):
         if fullname.partition(".")[0] not in self.package.foreign:
             return None
         return importlib.machinery.ModuleSpec(fullname, _StubLoader(self.package), is_package=True)
+
+
+def parameters(function: Callable[..., Any] | None) -> set[str]:
+    """Names of the parameters of a function or class; none where there is no such function."""
+    return set(inspect.signature(function).parameters) if function is not None else set()

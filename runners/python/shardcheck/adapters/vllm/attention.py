@@ -13,48 +13,15 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
+from shardcheck.adapters.batches import Batch, owned_copy, project
+from shardcheck.adapters.caches import Caches, RankCache, is_narrow
+from shardcheck.adapters.loader import parameters
 from shardcheck.adapters.vllm.layout import Layout, check_pages
-from shardcheck.adapters.vllm.merging import combine, owned_copy
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.vllm.merging import combine
+from shardcheck.adapters.vllm.release import Release
 
 # Splits of the grouped-query kernel, which its caller chooses: what the MLA backend takes for short contexts.
 _SPLITS = 1
-
-
-@dataclass
-class Batch:
-    """A step's rows. Row `t` belongs to request `requests[t]`, −1 for graph padding."""
-
-    query: torch.Tensor
-    seq_lens: np.ndarray
-    starts: np.ndarray
-    table: np.ndarray
-
-    @staticmethod
-    def of(
-        query: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, device: str
-    ) -> Batch:
-        """A batch from the tensors of a step: the query exactly in f32 on a CPU, as it is on a GPU."""
-        values = (
-            query.torch()
-            if device != "cpu"
-            else torch.from_numpy(np.ascontiguousarray(query.numpy(), dtype=np.float32))
-        )
-        arrays = [np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)]
-        return Batch(values.to(device), *arrays)
-
-    @property
-    def query_lens(self) -> np.ndarray:
-        """Rows of each request."""
-        return np.diff(self.starts)
-
-    @property
-    def requests(self) -> np.ndarray:
-        """Request of each row."""
-        requests = np.full(len(self.query), -1)
-        requests[: self.starts[-1]] = np.repeat(np.arange(len(self.seq_lens)), self.query_lens)
-        return requests
 
 
 @dataclass
@@ -85,7 +52,7 @@ class Attention:
         c = self.configuration
         jobs = [RankAttention(c, rank, self.caches.of_rank(rank), route, batch) for rank in range(c.tp)]
         results, collectives = self.executor.run(jobs, c.dcp)
-        outs = [self._project(result.out, rank, w_uv) for rank, result in enumerate(results)]
+        outs = [project(result.out, rank, w_uv, c.heads_per_rank) for rank, result in enumerate(results)]
         names = ("lse", "partial_out", "partial_lse")
         stacked = {name: torch.stack([getattr(result, name).float() for result in results]) for name in names}
         row_lens = torch.stack([result.row_lens for result in results])
@@ -142,18 +109,6 @@ class Attention:
             raise Unsupported(
                 "the kernel rounds what it reads from a quantised cache to bf16: no contract says that"
             )
-
-    def _project(self, out: torch.Tensor, rank: int, w_uv: Tensor | None) -> torch.Tensor:
-        """The up-projection of the attention layer, a batched product over heads."""
-        if w_uv is None:
-            return out
-        c = self.configuration
-        first = rank * c.heads_per_rank
-        weights = torch.from_numpy(
-            np.ascontiguousarray(w_uv.numpy()[first : first + c.heads_per_rank], dtype=np.float32)
-        )
-        projected = torch.bmm(out.float().transpose(0, 1), weights.to(out.device))
-        return projected.transpose(0, 1).to(out.dtype)
 
 
 @dataclass

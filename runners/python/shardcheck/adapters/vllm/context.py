@@ -19,8 +19,10 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.cache import Caches, RankCache, is_narrow
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.batches import IdentityProjection, attend_packed
+from shardcheck.adapters.caches import Caches, RankCache, is_narrow
+from shardcheck.adapters.loader import parameters
+from shardcheck.adapters.vllm.release import Release
 
 
 class Context:
@@ -118,7 +120,8 @@ class RankContext:
 
     def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, return_softmax_lse: bool, **_: Any) -> Any:
         """Causal attention of new tokens, in the place of a compiled kernel."""
-        out, lse = self._attend(q, k, v, self.starts, self.starts, causal=True)
+        scale = self.configuration.softmax_scale
+        out, lse = attend_packed(q, k, v, self.starts, self.starts, scale, causal=True)
         return (out, lse) if return_softmax_lse else out
 
     def run_prefill_context_chunk(self, chunk: Any, q: Any, k: Any, v: Any) -> Any:
@@ -127,7 +130,8 @@ class RankContext:
         row[chunk.request_slice] = np.asarray(chunk.seq_lens)
         self.chunk_lens.append(row)
         self.keys.append(k[:, 0].clone())
-        return self._attend(q, k, v, chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist(), causal=False)
+        starts = chunk.query_start_loc.tolist(), chunk.cu_seq_lens.tolist()
+        return attend_packed(q, k, v, *starts, self.configuration.softmax_scale, causal=False)
 
     def kept_context(self, result: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Notes the state of the context alone, `[rows, H, R]` and `[H, rows]`."""
@@ -187,45 +191,13 @@ class RankContext:
             "qk_rope_head_dim": c.attention.qk_rope_head_dim,
             "qk_head_dim": c.qk_dim,
             "v_head_dim": latent,
-            "kv_b_proj": _IdentityProjection(c.heads_per_rank),
+            "kv_b_proj": IdentityProjection(c.heads_per_rank),
             "dcp_world_size": c.dcp,
             "_use_flashinfer_concat_mla_k": False,
             "observer": self,
         }
         vars(layer).update(attributes)
         return layer
-
-    def _attend(
-        self, q: Any, k: Any, v: Any, q_starts: Any, k_starts: Any, causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention of each request's rows over its keys in f32: `[rows, H, V]` and `[H, rows]`."""
-        out = torch.zeros(len(q), q.shape[1], v.shape[-1])
-        lse = torch.full((q.shape[1], len(q)), float("-inf"))
-        for index in range(len(q_starts) - 1):
-            rows, keys = (
-                slice(q_starts[index], q_starts[index + 1]),
-                slice(k_starts[index], k_starts[index + 1]),
-            )
-            scores = torch.einsum("thd,shd->hts", q[rows], k[keys]) * self.configuration.softmax_scale
-            if causal:
-                scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), float("-inf"))
-            if scores.numel():
-                lse[:, rows] = torch.logsumexp(scores, dim=-1)
-                out[rows] = torch.einsum("hts,shd->thd", torch.softmax(scores, dim=-1), v[keys])
-        return out, lse
-
-
-class _IdentityProjection:
-    """Stands for the layer's up-projection: the latent is key and value of each head."""
-
-    params_dtype = torch.float32
-
-    def __init__(self, heads: int) -> None:
-        self.heads = heads
-
-    def __call__(self, latent: torch.Tensor) -> tuple[torch.Tensor, None]:
-        flat = latent.reshape(-1, latent.shape[-1])
-        return torch.cat([flat, flat], dim=-1).repeat(1, self.heads), None
 
 
 _LOCK = threading.Lock()

@@ -10,7 +10,8 @@ import torch
 
 from shardcheck import Configuration, Unsupported
 from shardcheck.adapters.collectives import VirtualGroup, VirtualRanks
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.loader import parameters
+from shardcheck.adapters.vllm.release import Release
 
 
 class Layout:
@@ -125,14 +126,6 @@ class Layout:
             raise Unsupported(f"the slot kernel of this release takes {', '.join(unknown)} as well")
         kernel[(1, rows + 1)](**{name: values[name] for name in kernel.arg_names})
         return slots[0].cpu().numpy()
-
-
-def flat_positions(seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """`(requests i64, positions i64)` of every token of every request, in order."""
-    lens = seq_lens.astype(np.int64)
-    requests = np.repeat(np.arange(len(lens)), lens)
-    positions = np.concatenate([np.arange(length) for length in lens]) if len(lens) else np.zeros(0)
-    return requests, positions.astype(np.int64)
 
 
 def check_pages(table: np.ndarray, lens: Any, configuration: Configuration) -> None:

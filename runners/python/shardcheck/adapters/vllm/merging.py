@@ -9,7 +9,9 @@ import torch
 
 from shardcheck import Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.batches import owned_copy
+from shardcheck.adapters.loader import parameters
+from shardcheck.adapters.vllm.release import Release
 
 
 def combine(
@@ -128,9 +130,3 @@ def pack(release: Release, lse: torch.Tensor) -> torch.Tensor:
             out, lse[:, None].contiguous(), sent, world_size=1, h_per_rank=1, head_dim=1, lse_pack_dim=2
         )
     return sent[0, :, 0, 1:]
-
-
-def owned_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy with the same strides: the engine corrects partials in place, and inputs must stay."""
-    copy = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor)

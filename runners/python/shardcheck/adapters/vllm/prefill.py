@@ -10,7 +10,8 @@ import numpy as np
 import torch
 
 from shardcheck import Unsupported
-from shardcheck.adapters.vllm.release import Release, parameters
+from shardcheck.adapters.loader import parameters
+from shardcheck.adapters.vllm.release import Release
 from shardcheck.adapters.vllm.surroundings import GraphMode
 
 

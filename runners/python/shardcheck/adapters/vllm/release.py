@@ -8,7 +8,6 @@ import contextlib
 import inspect
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from shardcheck import Unsupported
 from shardcheck.adapters import interpreter
+from shardcheck.adapters.loader import parameters
 from shardcheck.adapters.vllm import surroundings
 from shardcheck.adapters.vllm.surroundings import Groups
 
@@ -174,8 +174,3 @@ class Release:
                 ):
                     return compile(ast.Module(body=[node], type_ignores=[]), str(self.package.name), "exec")
         return None
-
-
-def parameters(function: Callable[..., Any] | None) -> set[str]:
-    """Names of the parameters of a function or class; none where there is no such function."""
-    return set(inspect.signature(function).parameters) if function is not None else set()

@@ -8,10 +8,11 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
-from shardcheck.adapters.vllm.attention import Attention, Batch
-from shardcheck.adapters.vllm.cache import Caches
+from shardcheck.adapters.batches import Batch, flat_positions
+from shardcheck.adapters.caches import Caches
+from shardcheck.adapters.vllm.attention import Attention
 from shardcheck.adapters.vllm.context import Context
-from shardcheck.adapters.vllm.layout import Layout, flat_positions
+from shardcheck.adapters.vllm.layout import Layout
 from shardcheck.adapters.vllm.merging import RankMerge, merge_segments, merge_two, pack
 from shardcheck.adapters.vllm.prefill import PrefillLayout
 from shardcheck.adapters.vllm.release import Release

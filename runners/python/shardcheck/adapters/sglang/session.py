@@ -1,0 +1,182 @@
+"""A session: the caches of all ranks, and a method for each operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
+from shardcheck.adapters.batches import Batch, flat_positions
+from shardcheck.adapters.caches import Caches
+from shardcheck.adapters.sglang.attention import Attention
+from shardcheck.adapters.sglang.context import Context
+from shardcheck.adapters.sglang.layout import Layout
+from shardcheck.adapters.sglang.merging import RankMerge, merge_two, pack, refuse_one_rank, route
+from shardcheck.adapters.sglang.options import Options
+from shardcheck.adapters.sglang.prefill import PrefillLayout
+from shardcheck.adapters.sglang.release import Release
+
+
+class SglangSession(Session):
+    """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
+
+    def __init__(
+        self, release: Release, configuration: Configuration, executor: Any, options: Options
+    ) -> None:
+        super().__init__(configuration)
+        self.release = release
+        self.executor = executor
+        self.options = options
+        self.caches = Caches(configuration)
+        self.layouts = Layout(release, configuration, options.slots)
+        self.contexts = Context(configuration, self.caches, executor)
+        self.attention = Attention(release, configuration, self.caches, executor, options)
+
+    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
+        """Local lengths, row lengths, rows of the cache and pages of every rank."""
+        lens, starts, table = (
+            np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)
+        )
+        requests, positions = flat_positions(lens)
+        members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
+        with self.release.watching():
+            slots = [self.layouts.slots(table, requests, positions, member) for member in members]
+            outputs = {
+                "slots": np.stack(slots),
+                "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
+            }
+            if self.release.chain_lens is not None:
+                rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
+                outputs["row_lens"] = torch.stack(rows)
+            if self.release.new_pages is not None:
+                outputs["blocks_needed"] = np.stack([self.layouts.blocks_needed(lens) for _ in members])
+        return Reply(outputs, {"slots": self.layouts.slots_by}, [0] * len(members))
+
+    def write_kv(
+        self,
+        key: Tensor,
+        positions: Tensor,
+        requests: Tensor,
+        block_table: Tensor,
+        value: Tensor | None = None,
+        **_: Any,
+    ) -> Reply:
+        """Scatters tokens into the caches by the engine's rows."""
+        table = np.ascontiguousarray(block_table.numpy())
+        given = (
+            np.ascontiguousarray(requests.numpy()).astype(np.int64),
+            np.ascontiguousarray(positions.numpy()),
+        )
+        slots = []
+        for rank in range(self.configuration.tp):
+            with self.release.watching():
+                slots.append(self.layouts.slots(table, *given, rank % self.configuration.dcp))
+            self.caches.write(rank, slots[-1], key, value)
+        return Reply({"slots": np.stack(slots)}, collectives=[0] * len(slots))
+
+    def read_cache(self, **_: Any) -> Reply:
+        """The caches as they are."""
+        return Reply(self.caches.tensors(), collectives=[0] * self.configuration.tp)
+
+    def load_cache(self, key_cache: Tensor, value_cache: Tensor | None = None, **_: Any) -> Reply:
+        """Replaces the caches by the given ones."""
+        self.caches.load("key_cache", key_cache)
+        if value_cache is not None:
+            self.caches.load("value_cache", value_cache)
+        return Reply(collectives=[0] * self.configuration.tp)
+
+    def decode(self, **tensors: Tensor) -> Reply:
+        """One row a request."""
+        return self._attend("decode", **tensors)
+
+    def verify(self, **tensors: Tensor) -> Reply:
+        """Several causal rows a request."""
+        return self._attend("verify", **tensors)
+
+    def context(
+        self,
+        chunk_budget_tokens: int,
+        query: Tensor,
+        key: Tensor,
+        context_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        **_: Any,
+    ) -> Reply:
+        """New tokens over a cached context that is gathered in chunks."""
+        with self.release.watching():
+            return self.contexts.step(
+                chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
+            )
+
+    def merge_partials(
+        self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any
+    ) -> Reply:
+        """Merges given partials over the ranks of one group; their LSEs are in base `e` or `two`."""
+        c = self.configuration
+        refuse_one_rank(c.dcp)
+        how = route(self.options.merge, c.comm_backend, lse_base)
+        outs, lses = partial_out.torch(), partial_lse.torch()
+        jobs = [RankMerge(how, outs[member], lses[member], lse_base) for member in range(c.dcp)]
+        with self.release.watching():
+            results, collectives = self.executor.run(jobs, c.dcp)
+        out, lse = (torch.stack(part) for part in zip(*results, strict=True))
+        effective = {"comm_backend": c.comm_backend, "merge": how}
+        if how == "exchanged":
+            effective["lane_order"] = "lo_hi" if outs.element_size() == 2 else "none"
+        return Reply({"out": out.to(outs.dtype), "lse": lse.float()}, effective, collectives)
+
+    def merge_states(
+        self, prefix_out: Tensor, prefix_lse: Tensor, suffix_out: Tensor, suffix_lse: Tensor, **_: Any
+    ) -> Reply:
+        """Merges two given states."""
+        prefix, suffix = (
+            (o.torch(), s.torch()) for o, s in ((prefix_out, prefix_lse), (suffix_out, suffix_lse))
+        )
+        with self.release.watching():
+            out, lse, how = merge_two(self.release, prefix, suffix)
+        return Reply({"out": out[None], "lse": lse[None]}, {"view": how}, [0])
+
+    def pack_lse(self, lse: Tensor, **_: Any) -> Reply:
+        """The lanes of given LSEs."""
+        if self.configuration.lane_order != "lo_hi":
+            raise Unsupported("the exchange packs the low half first")
+        with self.release.watching():
+            lanes = pack(self.release, lse.torch())
+        codes = lanes.view(torch.int16).numpy().view(np.uint16)
+        return Reply({"lanes": codes[None]}, {"lane_order": "lo_hi"}, [0])
+
+    def pcp_layout(
+        self,
+        query_start_loc: Tensor,
+        context_lens: Tensor,
+        is_prefilling: Tensor,
+        world: int,
+        strategy: str,
+        decodes: str,
+        padded_rows: int = 0,
+        **_: Any,
+    ) -> Reply:
+        """Rows of a batch on the ranks of prefill context parallelism."""
+        starts, computed = (t.numpy().astype(np.int64) for t in (query_start_loc, context_lens))
+        has_decodes = bool(((np.diff(starts) > 0) & (is_prefilling.numpy() == 0)).any())
+        shared = PrefillLayout(world, strategy, decodes, padded_rows, has_decodes)
+        with self.release.watching():
+            outputs, collectives = shared.share_out(self.executor, starts, computed)
+        return Reply(outputs, {}, collectives)
+
+    def _attend(
+        self,
+        kind: str,
+        query: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        w_uv: Tensor | None = None,
+        **_: Any,
+    ) -> Reply:
+        batch = Batch.of(query, seq_lens, query_start_loc, block_table, "cpu")
+        with self.release.watching():
+            return self.attention.step(kind, batch, w_uv)
