@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The files of the source, in the order in which they are joined.
-pub const FILES: [(&str, &str); 14] = [
+pub const FILES: [(&str, &str); 18] = [
     ("prelude.h", include_str!("source/prelude.h")),
     ("numeric.h", include_str!("source/numeric.h")),
     ("layout.cu", include_str!("source/layout.cu")),
@@ -21,6 +21,10 @@ pub const FILES: [(&str, &str); 14] = [
     ("devices.cu", include_str!("source/devices.cu")),
     ("states.cu", include_str!("source/states.cu")),
     ("context.cu", include_str!("source/context.cu")),
+    ("prefill.cu", include_str!("source/prefill.cu")),
+    ("router.cu", include_str!("source/router.cu")),
+    ("experts.cu", include_str!("source/experts.cu")),
+    ("dispatch.cu", include_str!("source/dispatch.cu")),
     ("measure.cu", include_str!("source/measure.cu")),
 ];
 
