@@ -10,6 +10,7 @@ mod files;
 mod judging;
 mod killing;
 mod matrices;
+mod native;
 mod program;
 mod running;
 mod scripts;

@@ -46,10 +46,13 @@ impl Program {
 
     /// Runs the program, whatever comes of it.
     pub fn run(&self, arguments: &[&str]) -> Outcome {
-        let output = assert_cmd::Command::from_std(self.command(arguments))
-            .timeout(LIMIT)
-            .output()
-            .expect("the program starts");
+        self.finish(self.command(arguments), arguments)
+    }
+
+    /// Runs a command that [`Self::command`] made, whatever comes of it.
+    pub fn finish(&self, command: std::process::Command, arguments: &[&str]) -> Outcome {
+        let output =
+            assert_cmd::Command::from_std(command).timeout(LIMIT).output().expect("the program starts");
         let text = |bytes: &[u8]| String::from_utf8(bytes.to_vec()).expect("the program prints UTF-8");
         Outcome {
             line: format!("shardcheck {}", arguments.join(" ")),

@@ -78,9 +78,14 @@ pub struct CudaEngine {
 }
 
 /// Whether the engine has a fault of that name: in its kernels, with graphs in what a replay writes anew, with joined devices in who enters
-/// a collective.
+/// a collective. Joined devices run no layer of experts, and have no fault of one.
 pub fn has_fault(name: &str, graphs: Graphs, joined: bool) -> bool {
-    shardcheck_kernels::has_fault(name)
+    let in_kernels = if joined {
+        shardcheck_kernels::has_fault_of_joined_devices(name)
+    } else {
+        shardcheck_kernels::has_fault(name)
+    };
+    in_kernels
         || (graphs == Graphs::On && ReplayFault::of(name).is_some())
         || (joined && Absence::of(name).is_some())
 }

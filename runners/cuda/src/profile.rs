@@ -28,7 +28,8 @@ pub fn profile(devices: &[Arc<Device>], fabric: Option<&Fabric>, graphs: Graphs)
         }
     };
     let properties = devices.iter().map(|device| &device.properties);
-    declaration(properties.map(|properties| format!("{}; {ranks}", text_of(properties))).collect(), graphs)
+    let devices = properties.map(|properties| format!("{}; {ranks}", text_of(properties))).collect();
+    declaration(devices, graphs, fabric.is_some())
 }
 
 fn text_of(properties: &Properties) -> String {
@@ -43,7 +44,7 @@ fn text_of(properties: &Properties) -> String {
     )
 }
 
-fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
+fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
     Profile {
         engine: match graphs {
             Graphs::Off => "cuda".to_owned(),
@@ -53,7 +54,7 @@ fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
         devices,
         operations: OperationKind::ALL
             .into_iter()
-            .filter(|kind| !WITHOUT_KERNELS.contains(kind))
+            .filter(|kind| !(WITHOUT_KERNELS.contains(kind) || joined && WITHOUT_COLLECTIVES.contains(kind)))
             .map(|kind| (kind, operation(kind)))
             .collect::<BTreeMap<_, _>>(),
         second_group: true,
@@ -62,8 +63,10 @@ fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 4] =
-    [OperationKind::PcpLayout, OperationKind::AcceptDrafts, OperationKind::Route, OperationKind::Moe];
+const WITHOUT_KERNELS: [OperationKind; 1] = [OperationKind::AcceptDrafts];
+
+/// Operations that joined devices do not do: their ranks are played by one device.
+const WITHOUT_COLLECTIVES: [OperationKind; 1] = [OperationKind::Moe];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -87,6 +90,16 @@ fn plain_contract() -> Contract {
     }
 }
 
+/// Every product of a row adds its elements one by one in f32 to nearest; activations and parts are bf16, and so are the sums of parts.
+fn experts_contract() -> Contract {
+    Contract {
+        u_acc: 1.0 / (1u64 << 24) as f64,
+        depth: Depth::Any,
+        kexp: 2.0,
+        ..Contract::bf16_default(Merge::AgRsBf16)
+    }
+}
+
 fn operation(kind: OperationKind) -> OperationProfile {
     let contract = match kind {
         OperationKind::Decode | OperationKind::Verify | OperationKind::Draft => Some(attention_contract()),
@@ -94,14 +107,13 @@ fn operation(kind: OperationKind) -> OperationProfile {
             Some(plain_contract())
         }
         OperationKind::MergeSegments => Some(Contract { output: Dtype::F32, ..plain_contract() }),
+        OperationKind::Route | OperationKind::Moe => Some(experts_contract()),
         OperationKind::Layout
         | OperationKind::WriteKv
         | OperationKind::ReadCache
         | OperationKind::LoadCache
         | OperationKind::ImportCache
         | OperationKind::PcpLayout
-        | OperationKind::Route
-        | OperationKind::Moe
         | OperationKind::AcceptDrafts
         | OperationKind::PackLse => None,
     };
@@ -136,8 +148,15 @@ mod tests {
             driver_version: 13000,
             target: "sm_90a".to_owned(),
         };
-        let profile = declaration(vec![text_of(&properties)], Graphs::Off);
+        let profile = declaration(vec![text_of(&properties)], Graphs::Off, false);
         profile.check().unwrap();
+        let missing = |profile: &Profile| -> Vec<OperationKind> {
+            OperationKind::ALL.into_iter().filter(|kind| profile.operation(*kind).is_none()).collect()
+        };
+        assert_eq!(missing(&profile), [OperationKind::AcceptDrafts]);
+        let joined = declaration(vec![text_of(&properties)], Graphs::Off, true);
+        joined.check().unwrap();
+        assert_eq!(missing(&joined), [OperationKind::Moe, OperationKind::AcceptDrafts]);
         assert!(profile.devices[0].starts_with("a card, compute capability 9.0"), "{:?}", profile.devices);
         assert_eq!(properties.target, "sm_90a");
     }

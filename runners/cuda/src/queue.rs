@@ -8,7 +8,10 @@ use cudarc::driver::sys;
 use shardcheck_engine::EngineError;
 
 use crate::device::{Device, failure};
+use crate::experts::LayerShape;
+use crate::router::RouterShape;
 use crate::shape::{Group, Shape};
+use crate::sharing::SplitShape;
 
 /// A stream of a device.
 pub struct Queue {
@@ -29,6 +32,12 @@ pub enum Argument {
     Shape(Shape),
     /// `Group`, by value.
     Group(Group),
+    /// `Router`, by value.
+    Router(RouterShape),
+    /// `Layer`, by value.
+    Layer(LayerShape),
+    /// `Split`, by value.
+    Split(SplitShape),
     /// A pointer into the device's memory.
     Pointer(u64),
     /// A 32-bit integer.
@@ -93,6 +102,16 @@ impl Queue {
             failure(&call, &error)
         })?;
         Ok(Buffer { pointer, bytes, queue: Arc::clone(self) })
+    }
+
+    /// Memory whose every float is NaN and whose every integer is −1, until something is written.
+    ///
+    /// # Errors
+    /// What the driver says, such as that there is none left.
+    pub fn unwritten(self: &Arc<Self>, bytes: usize) -> Result<Buffer, EngineError> {
+        let buffer = self.allocate(bytes)?;
+        self.fill(&buffer, 0xFF)?;
+        Ok(buffer)
     }
 
     /// Memory that holds `bytes`.
@@ -289,6 +308,9 @@ impl Queue {
             .map(|argument| match argument {
                 Argument::Group(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Shape(value) => std::ptr::from_ref(value) as *mut c_void,
+                Argument::Router(value) => std::ptr::from_ref(value) as *mut c_void,
+                Argument::Layer(value) => std::ptr::from_ref(value) as *mut c_void,
+                Argument::Split(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Pointer(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Int(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Long(value) => std::ptr::from_ref(value) as *mut c_void,

@@ -9,14 +9,20 @@ use crate::attend::{Bucket, Kernel, Step};
 use crate::caches::{self, Caches};
 use crate::context::attend_context;
 use crate::engine::Graphs;
+use crate::experts;
 use crate::fabric::Fabric;
 use crate::layout::derive;
 use crate::question::Question;
 use crate::queue::{Graph, Queue};
+use crate::router::route;
 use crate::shape::Shape;
+use crate::sharing::{Split, share_out};
 use crate::states::{merge_partials, merge_segments, merge_states, pack_lse};
 use crate::team::{Absence, Team};
 use crate::transfer::import;
+
+/// Why joined devices run no layer of experts.
+const WITHOUT_COLLECTIVES: &str = "a layer of experts has ranks of its own, which one device plays: no collective carries tokens between joined devices";
 
 /// Most captured steps that a session keeps.
 const MAX_CAPTURED: usize = 16;
@@ -146,11 +152,12 @@ impl Group {
             Operation::MergeStates => merge_states(queue, inputs),
             Operation::MergeSegments { tile_tokens } => merge_segments(queue, inputs, tile_tokens),
             Operation::PackLse => pack_lse(queue, configuration, &team.first().shape, inputs),
-            Operation::InGroup { .. }
-            | Operation::PcpLayout { .. }
-            | Operation::Route { .. }
-            | Operation::Moe { .. }
-            | Operation::AcceptDrafts { .. } => {
+            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
+                share_out(queue, inputs, &Split { world, strategy, decodes, padded_rows })
+            }
+            Operation::Route { ref router } => route(queue, inputs, router),
+            Operation::Moe { ref router, plan } => experts::run(queue, inputs, router, plan),
+            Operation::InGroup { .. } | Operation::AcceptDrafts { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -232,11 +239,8 @@ impl Session for CudaSession {
             Operation::InGroup { .. } => {
                 return unsupported("a KV group has no groups of its own".to_owned());
             }
-            Operation::PcpLayout { .. } => {
-                return unsupported("no kernel shares a batch out over ranks of prefill".to_owned());
-            }
-            Operation::Route { .. } | Operation::Moe { .. } => {
-                return unsupported("there are no kernels of experts".to_owned());
+            Operation::Moe { .. } if self.groups.iter().any(|group| group.team.has_fabric()) => {
+                return unsupported(WITHOUT_COLLECTIVES.to_owned());
             }
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());

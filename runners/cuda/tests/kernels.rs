@@ -25,7 +25,16 @@ fn the_kernels_compile_for_ampere_hopper_and_blackwell() {
         let image = nvrtc::compile(&source, target, &[]).unwrap_or_else(|error| panic!("{error}"));
         assert!(image.code.starts_with(b"\x7fELF"), "{target}");
         let text = String::from_utf8_lossy(&image.code);
-        for kernel in ["attend_paged", "attend_latent_bf16", "sum_partials", "reorganise_chunk"] {
+        for kernel in [
+            "attend_paged",
+            "attend_latent_bf16",
+            "sum_partials",
+            "reorganise_chunk",
+            "share_rows",
+            "route_rows",
+            "sum_experts",
+            "answer_parcels",
+        ] {
             assert!(text.contains(kernel), "{kernel} for {target}");
         }
     }

@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The files of the source, in the order in which they are joined.
-pub const FILES: [(&str, &str); 14] = [
+pub const FILES: [(&str, &str); 18] = [
     ("prelude.h", include_str!("source/prelude.h")),
     ("numeric.h", include_str!("source/numeric.h")),
     ("layout.cu", include_str!("source/layout.cu")),
@@ -21,6 +21,10 @@ pub const FILES: [(&str, &str); 14] = [
     ("devices.cu", include_str!("source/devices.cu")),
     ("states.cu", include_str!("source/states.cu")),
     ("context.cu", include_str!("source/context.cu")),
+    ("prefill.cu", include_str!("source/prefill.cu")),
+    ("router.cu", include_str!("source/router.cu")),
+    ("experts.cu", include_str!("source/experts.cu")),
+    ("dispatch.cu", include_str!("source/dispatch.cu")),
     ("measure.cu", include_str!("source/measure.cu")),
 ];
 
@@ -77,10 +81,20 @@ pub fn has_fault(fault: &str) -> bool {
     fault_macros().contains(&macro_name(fault).as_str())
 }
 
+/// Whether the kernels have that fault in another file than those of a layer of experts, whose ranks one device plays.
+pub fn has_fault_of_joined_devices(fault: &str) -> bool {
+    let files = FILES.iter().filter(|(name, _)| !["experts.cu", "dispatch.cu"].contains(name));
+    macros(files).contains(&macro_name(fault).as_str())
+}
+
 /// The macros of all faults that the kernels have.
 pub fn fault_macros() -> BTreeSet<&'static str> {
+    macros(FILES.iter())
+}
+
+fn macros<'a>(files: impl Iterator<Item = &'a (&'static str, &'static str)>) -> BTreeSet<&'static str> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
-    let words = FILES.iter().flat_map(|(_, text)| text.split(move |c| !is_word(c)));
+    let words = files.flat_map(|(_, text)| text.split(move |c| !is_word(c)));
     words.filter(|word| word.starts_with("FAULT_")).collect()
 }
 
@@ -100,6 +114,9 @@ mod tests {
         assert!(source(Some("ranks-averaged")).starts_with("#define FAULT_RANKS_AVERAGED\n"));
         assert!(has_fault("ranks-averaged") && has_fault("lse-is-the-maximum"));
         assert!(!has_fault("ranks") && !has_fault("drafts-refused-everywhere"));
+        // a router is no rank's own, a layer of experts has ranks
+        assert!(has_fault("moe-padding-counted") && !has_fault_of_joined_devices("moe-padding-counted"));
+        assert!(has_fault_of_joined_devices("router-bias-ignored"));
     }
 
     #[test]
