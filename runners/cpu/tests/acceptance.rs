@@ -110,3 +110,113 @@ fn starts_that_do_not_fit_and_drafts_that_are_no_tokens_are_refused() {
     let refused = accept(AcceptanceMethod::Standard, 2, short).unwrap_err();
     assert!(matches!(refused, EngineError::Input(_)), "{refused}");
 }
+
+/// Two requests of two columns and five tokens: three rows with two drafts, two rows with one.
+fn two_requests(target: &[[f32; 5]; 5], temperature: [f32; 2], numbers: [f32; 5]) -> Tensors {
+    let floats = |shape: &[usize], values: &[f32]| Tensor::from_f32(Dtype::F32, shape, values);
+    Tensors::new()
+        .with("query_start_loc", Tensor::from_i32(&[3], &[0, 3, 5]))
+        .with("draft_tokens", Tensor::from_i32(&[2, 2], &[1, 4, 3, 2]))
+        .with("target_logits", floats(&[5, 5], target.as_flattened()))
+        .with("temperature", floats(&[2], &temperature))
+        .with("uniform", floats(&[5], &numbers))
+        .with("noise", floats(&[5, 5], &[0.0; 25]))
+}
+
+/// Logits whose largest is at the given token, and at every other one behind it.
+fn peak(token: usize) -> [f32; 5] {
+    std::array::from_fn(
+        |at| if at >= token && (at - token).is_multiple_of(2) { 2.0 } else { at as f32 * 0.25 },
+    )
+}
+
+#[test]
+fn greedy_requests_of_every_method_accept_while_a_draft_is_the_first_argmax_over_all_shards() {
+    for (method, temperature) in
+        [(AcceptanceMethod::Greedy, 1.0), (AcceptanceMethod::Standard, 0.0), (AcceptanceMethod::Block, 0.0)]
+    {
+        for ranks in [1, 2, 3, 5, 7] {
+            let of = |peaks: [usize; 5]| {
+                let target = peaks.map(peak);
+                let given = two_requests(&target, [temperature; 2], [0.999; 5]);
+                let reply = accept(method, ranks, given).unwrap();
+                let accepted = reply.outputs.get("accepted").unwrap().to_i64();
+                let figures = reply.outputs.get("statistics").unwrap().to_f64();
+                let tokens = reply.outputs.get("tokens").unwrap().to_i64();
+                assert_eq!(reply.collectives, vec![0; ranks]);
+                assert!(tokens.chunks(6).all(|rank| rank == &tokens[..6]), "{tokens:?}");
+                assert!(accepted.chunks(2).all(|rank| rank == &accepted[..2]), "{accepted:?}");
+                assert!(figures.chunks(2).all(|rank| rank == &figures[..2]), "{figures:?}");
+                (tokens[..6].to_vec(), [accepted[0], accepted[1]], [figures[0], figures[1]])
+            };
+            let all = of([1, 4, 2, 3, 0]);
+            assert_eq!(all, (vec![1, 4, 2, 3, 0, -1], [2, 1], [2.5, 1.0]), "{method} {ranks}");
+            let some = of([1, 2, 3, 0, 4]);
+            assert_eq!(
+                some,
+                (vec![1, 2, -1, 0, -1, -1], [1, 0], [1.5, f64::from(1f32 / 3.0)]),
+                "{method} {ranks}"
+            );
+        }
+    }
+}
+
+#[test]
+fn logits_of_target_and_drafter_are_both_divided_by_the_temperature_of_their_request() {
+    // at a temperature of 2 the laws of the worked example again
+    let twice = |logits: &Tensors, name: &str| {
+        let tensor = logits.get(name).unwrap();
+        let values: Vec<f32> = tensor.to_f32().iter().map(|logit| 2.0 * logit).collect();
+        Tensor::from_f32(Dtype::F32, tensor.shape(), &values)
+    };
+    for method in [AcceptanceMethod::Standard, AcceptanceMethod::Block] {
+        for numbers in [[0.74, 0.71, 0.0], [0.76, 0.1, 0.0], [0.2, 0.72, 0.0], [0.3, 0.53, 0.0]] {
+            let plain = inputs(&[0, 1], &TARGET, Some(&DRAFT), &numbers);
+            let mut warm = plain.clone();
+            warm.insert("target_logits", twice(&plain, "target_logits"));
+            warm.insert("draft_logits", twice(&plain, "draft_logits"));
+            warm.insert("temperature", Tensor::from_f32(Dtype::F32, &[1], &[2.0]));
+            assert_eq!(tokens(method, 2, warm), tokens(method, 2, plain), "{method} {numbers:?}");
+        }
+    }
+}
+
+#[test]
+fn a_token_is_the_argmax_of_the_logarithm_of_its_weight_and_its_own_noise() {
+    let target = [[0.6, 0.3, 0.1], [0.25, 0.25, 0.5]];
+    for (row, number, accepted) in [(0, 0.9, &[][..]), (1, 0.1, &[0][..])] {
+        for token in 0..3 {
+            let mut noise = [0.0f32; 6];
+            noise[row * 3 + token] = 3.0;
+            // of the other row nothing counts
+            noise[(1 - row) * 3 + (token + 1) % 3] = 9.0;
+            let mut given = inputs(&[0], &target, None, &[number, 0.0]);
+            given.insert("noise", Tensor::from_f32(Dtype::F32, &[2, 3], &noise));
+            let found = tokens(AcceptanceMethod::Standard, 2, given);
+            // the rejected draft has no weight left
+            let wanted = if row == 0 && token == 0 { 1 } else { token as i64 };
+            assert_eq!(found[..=accepted.len()], [accepted, &[wanted]].concat(), "row {row}, token {token}");
+        }
+    }
+}
+
+#[test]
+fn a_block_of_drafts_without_a_law_goes_by_what_the_target_leaves_for_other_tokens() {
+    // prefixes 0.6 and 0.3: h is 0.6·0.5/(0.6·0.5 + 0.4) = 3/7 behind the first and 0.3 behind both
+    let target = [[0.6, 0.4, 0.0], [0.3, 0.5, 0.2], [0.2, 0.7, 0.1]];
+    for ranks in [1, 3] {
+        let with =
+            |numbers: &[f32]| tokens(AcceptanceMethod::Block, ranks, inputs(&[0, 1], &target, None, numbers));
+        assert_eq!(with(&[0.9, 0.29, 0.0]), [0, 1, 1]);
+        assert_eq!(with(&[0.42, 0.31, 0.0]), [0, 0, -1]);
+        assert_eq!(with(&[0.44, 0.31, 0.0]), [1, -1, -1]);
+    }
+}
+
+#[test]
+fn where_nothing_is_left_over_of_the_target_the_token_comes_from_the_target_itself() {
+    let same = [[0.2, 0.5, 0.3], [1.0, 0.0, 0.0]];
+    // the number 1 is none that an engine draws: it rejects a draft of the same law
+    let given = inputs(&[0], &same, Some(&same[..1]), &[1.0, 0.0]);
+    assert_eq!(tokens(AcceptanceMethod::Standard, 2, given), [1, -1]);
+}

@@ -319,3 +319,171 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use super::super::faulty;
+    use crate::acceptance::{AcceptancePolicies, NoDraft};
+
+    fn with(name: &str) -> AcceptancePolicies {
+        faulty::with(name).acceptance
+    }
+
+    const HEALTHY: AcceptancePolicies = AcceptancePolicies::HEALTHY;
+
+    fn near(seen: f32, wanted: f32) {
+        assert!((seen - wanted).abs() < 1e-6, "{seen} {wanted}");
+    }
+
+    #[test]
+    fn rows_drafts_and_numbers_are_those_that_the_titles_name() {
+        assert_eq!(((HEALTHY.target_row)(4, 2), (HEALTHY.bonus_row)(4, 3)), (6, 7));
+        assert_eq!((with("accept-target-row-behind").target_row)(4, 2), 7);
+        assert_eq!(
+            [0, 1, 3].map(|drafts| (with("accept-bonus-from-last-draft").bonus_row)(4, drafts)),
+            [4, 4, 6]
+        );
+        assert_eq!(((HEALTHY.drafts)(2, 5), (with("accept-ragged-counts-ignored").drafts)(2, 5)), (2, 5));
+        let numbers = [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6];
+        let number = |policies: AcceptancePolicies, rank| (policies.number)(rank, 4, &numbers);
+        assert_eq!([0, 2].map(|rank| number(HEALTHY, rank)), [0.4, 0.4]);
+        assert_eq!([0, 2].map(|rank| number(with("accept-ranks-draw-for-themselves"), rank)), [0.4, 0.0]);
+        assert_eq!(number(with("accept-numbers-by-request"), 2), 0.0);
+        let nones = ["accept-none-is-accepted", "accept-none-leaves-a-residual"].map(|name| with(name).none);
+        assert_eq!((HEALTHY.none, nones), (NoDraft::Ends, [NoDraft::Accepted, NoDraft::Rejected]));
+    }
+
+    #[test]
+    fn a_draft_is_accepted_by_the_ratio_that_the_title_names() {
+        // targets and drafts that differ from their logarithms' signs on either side of a number
+        let accepts = |policies: AcceptancePolicies| {
+            [(0.5f32, 0.8f32, 0.6f32), (0.5, 0.8, 0.7), (0.3, 0.2, 0.6), (0.3, 0.2, 0.9)]
+                .map(|(target, draft, number)| (policies.accepts)(target.ln(), draft.ln(), number))
+        };
+        assert_eq!(accepts(HEALTHY), [true, false, true, true]);
+        assert_eq!(accepts(with("accept-without-draft-law")), [false, false, false, false]);
+        assert_eq!(accepts(with("accept-number-on-the-wrong-side")), [false, false, false, true]);
+        let without = with("accept-without-draft-law").accepts;
+        assert!(without(0.7f32.ln(), 0.9f32.ln(), 0.6) && !without(0.7f32.ln(), 0.1f32.ln(), 0.8));
+        let (zero, half) = (f32::NEG_INFINITY, 0.5f32.ln());
+        assert!(!(HEALTHY.accepts)(zero, half, 0.0) && !(HEALTHY.accepts)(half, half, 1.0));
+        let takes_all = with("accept-number-zero-takes-all");
+        assert!((takes_all.accepts)(zero, half, 0.0) && (takes_all.accepts)(half, half, 1.0));
+        assert_eq!(accepts(takes_all), accepts(HEALTHY));
+        assert_eq!((HEALTHY.one_hot)(8), 0.0);
+        near((with("accept-one-hot-as-uniform").one_hot)(8), 0.125f32.ln());
+    }
+
+    #[test]
+    fn what_is_left_over_weighs_as_the_titles_say() {
+        let left = |policies: AcceptancePolicies| {
+            [(0.5, 0.8, 0.2), (0.5, 0.4, 0.3), (0.5, 0.8, 0.6)]
+                .map(|(prefix, target, draft)| (policies.residual)(prefix, target, draft))
+        };
+        for (name, wanted) in [
+            ("accept-residual-is-target", [0.8, 0.4, 0.8]),
+            ("accept-residual-of-the-draft", [0.0, 0.1, 0.2]),
+            ("accept-residual-not-clamped", [0.2, 0.1, 0.2]),
+            ("accept-block-residual-unscaled", [0.6, 0.1, 0.2]),
+        ] {
+            left(with(name)).into_iter().zip(wanted).for_each(|(seen, wanted)| near(seen, wanted));
+        }
+        left(HEALTHY).into_iter().zip([0.2, 0.0, 0.0]).for_each(|(seen, wanted)| near(seen, wanted));
+        assert_eq!(
+            ((HEALTHY.rejected)(0.3), (with("accept-one-hot-keeps-the-rejected").rejected)(0.3)),
+            (0.0, 0.3)
+        );
+        let score = with("accept-residual-of-weights-not-logs").score;
+        near((HEALTHY.score)(0.25f32.ln(), 2.0), 0.25f32.ln() + 2.0);
+        near(score(0.25f32.ln(), 2.0), 2.25);
+        assert_eq!(score(f32::NEG_INFINITY, 2.0), f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn blocks_go_by_the_prefixes_that_the_titles_name() {
+        let passes = [true, false, true, false];
+        assert_eq!(((HEALTHY.longest)(&passes), (with("accept-block-stops-early").longest)(&passes)), (3, 1));
+        assert_eq!((HEALTHY.longest)(&[false; 3]), 0);
+        let prefix =
+            |policies: AcceptancePolicies| [0.5f32, 4.0].map(|ratio| (policies.prefix)(0.5, ratio.ln()));
+        for (policies, wanted) in [
+            (HEALTHY, [0.25, 1.0]),
+            (with("accept-block-prefix-above-one"), [0.25, 2.0]),
+            (with("accept-block-prefix-alone"), [0.5, 1.0]),
+        ] {
+            prefix(policies).into_iter().zip(wanted).for_each(|(seen, wanted)| near(seen, wanted));
+        }
+        near((HEALTHY.continued)(0.3, 0.6), 3.0 / 7.0);
+        near((HEALTHY.continued)(0.0, 1.0), 1.0);
+        near((with("accept-block-prefix-for-bound").continued)(0.3, 0.6), 0.6);
+    }
+
+    #[test]
+    fn the_best_token_and_the_mass_of_all_shards_are_those_that_the_titles_name() {
+        let better = |policies: AcceptancePolicies| {
+            policies.better.map(|better| [(1.0, 2.0), (2.0, 2.0), (3.0, 2.0)].map(|(a, b)| better(a, b)))
+        };
+        let (first, last) = ([false, false, true], [false, true, true]);
+        assert_eq!(better(HEALTHY), [first, first]);
+        assert_eq!(better(with("accept-tie-takes-the-last")), [last, last]);
+        assert_eq!(better(with("accept-tie-takes-the-last-shard")), [first, last]);
+        assert_eq!(((HEALTHY.token)(2, 5), (with("accept-shard-offset-forgotten").token)(2, 5)), (7, 2));
+        let parts = [(0.0, 1.5), (f32::NEG_INFINITY, 0.0), (2f32.ln(), 1.0)];
+        let join = |policies: AcceptancePolicies| (policies.join)(&parts);
+        assert_eq!(
+            (join(HEALTHY).0, join(with("accept-shard-sums-not-rescaled"))),
+            (2f32.ln(), (2f32.ln(), 2.5))
+        );
+        near(join(HEALTHY).1, 1.75);
+    }
+
+    #[test]
+    fn temperatures_count_as_the_titles_say() {
+        let tempered =
+            |policies: AcceptancePolicies| policies.temper.map(|temper| [0.0, 0.5].map(|t| temper(3.0, t)));
+        assert_eq!(tempered(HEALTHY), [[3.0, 6.0]; 2]);
+        assert_eq!(tempered(with("accept-draft-not-tempered")), [[3.0, 6.0], [3.0, 3.0]]);
+        assert_eq!(tempered(with("accept-temperature-twice"))[0][1], 12.0);
+        let greedy = |policies: AcceptancePolicies| [0.0, 0.5].map(policies.is_greedy);
+        assert_eq!(
+            (greedy(HEALTHY), greedy(with("accept-greedy-request-drawn"))),
+            ([true, false], [false; 2])
+        );
+        let matches = [true, false, true];
+        assert_eq!(
+            ((HEALTHY.matching)(&matches), (with("accept-greedy-counts-matches").matching)(&matches)),
+            (1, 2)
+        );
+        let row = [1.0, 0.3, 0.5];
+        let is_one =
+            |policies: AcceptancePolicies| [-1, 0, 1, 2].map(|draft| (policies.matches)(draft, 0, &row));
+        assert_eq!(is_one(HEALTHY), [false, true, false, false]);
+        assert_eq!(is_one(with("accept-relaxed-unsaid")), [false, true, false, true]);
+    }
+
+    #[test]
+    fn what_is_emitted_and_reported_is_what_the_titles_say() {
+        let emits = |policies: AcceptancePolicies| [1, 2].map(|accepted| (policies.emits)(accepted, 2));
+        assert_eq!((emits(HEALTHY), emits(with("accept-no-bonus"))), ([true; 2], [true, false]));
+        assert_eq!(((HEALTHY.tail)(9), (with("accept-rejected-drafts-left").tail)(9)), (-1, 9));
+        let reported =
+            |policies: AcceptancePolicies| [0, 1, 2].map(|accepted| (policies.reported)(accepted, 2));
+        assert_eq!((reported(HEALTHY), reported(with("accept-counts-the-bonus"))), ([0, 1, 2], [1, 2, 2]));
+        // three requests of 2, 4 and 2 drafts in four columns
+        let figures = |name: Option<&str>, drafted: [usize; 3]| {
+            let accepted = if drafted == [0; 3] { [0; 3] } else { [1, 4, 1] };
+            (name.map_or(HEALTHY, with).statistics)(&accepted, &drafted, 4)
+        };
+        for (name, wanted) in [
+            (None, [3.0, 0.75]),
+            (Some("accept-length-without-bonus"), [2.0, 0.75]),
+            (Some("accept-rate-over-columns"), [3.0, 0.5]),
+            (Some("accept-rate-of-no-drafts"), [3.0, 0.75]),
+        ] {
+            assert_eq!(figures(name, [2, 4, 2]), wanted, "{name:?}");
+        }
+        assert_eq!(figures(None, [0; 3]), [1.0, 0.0]);
+        assert_eq!((with("accept-rate-over-columns").statistics)(&[0], &[0], 0), [1.0, 0.0]);
+        assert!(figures(Some("accept-rate-of-no-drafts"), [0; 3])[1].is_nan());
+    }
+}

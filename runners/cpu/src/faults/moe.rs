@@ -258,3 +258,143 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_engine::{Activation, ExpertSharding, MoePlan};
+
+    use super::super::faulty;
+    use super::*;
+    use crate::experts::Place;
+
+    fn with(name: &str) -> MoePolicies {
+        faulty::with(name).moe
+    }
+
+    /// Three groups of two ranks of prefill context parallelism of five of tensor parallelism.
+    fn plan(exchange: MoeExchange, shared: SharedExpert) -> MoePlan {
+        let (sharding, activation) = (ExpertSharding::Whole, Activation::Linear);
+        MoePlan { dp: 3, pcp: 2, tp: 5, exchange, sharding, shared, activation }
+    }
+
+    fn of(exchange: MoeExchange) -> MoePlan {
+        plan(exchange, SharedExpert::None)
+    }
+
+    #[test]
+    fn experts_are_shared_out_as_the_titles_say() {
+        let place = Place { dp: 2, pcp: 1, tp: 3 };
+        let rank = |policies: MoePolicies, exchange| (policies.expert_rank)(place, &of(exchange));
+        for (exchange, right, wrong) in [(MoeExchange::Local, 3, 3), (MoeExchange::Gathered, 28, 16)] {
+            assert_eq!(rank(MoePolicies::HEALTHY, exchange), right);
+            assert_eq!(rank(with("moe-flat-rank-reversed"), exchange), wrong);
+        }
+        let parts = |policies: MoePolicies, count| [0, 1, 2].map(|index| (policies.part)(index, 3, count));
+        assert_eq!(parts(MoePolicies::HEALTHY, 8), [0..2, 2..5, 5..8]);
+        assert_eq!(parts(with("moe-expert-range-rounded-up"), 8), [0..3, 2..5, 4..7]);
+        assert_eq!(parts(with("moe-expert-range-rounded-up"), 2), [0..1, 0..1, 0..1]);
+        let weights = |policies: MoePolicies| [4, 5, 6].map(|expert| (policies.weights_of)(expert, &(4..7)));
+        assert_eq!(weights(MoePolicies::HEALTHY), [4, 5, 6]);
+        assert_eq!(weights(with("moe-expert-offset-forgotten")), [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_shared_expert_is_scaled_where_the_titles_say() {
+        let scales = |policies: MoePolicies| {
+            SharedExpert::ALL.map(|shared| {
+                MoeExchange::ALL
+                    .map(|exchange| (6.0 * (policies.shared_scale)(&plan(exchange, shared))).round())
+            })
+        };
+        let [none, replicated, sharded] =
+            [SharedExpert::None, SharedExpert::Replicated, SharedExpert::Sharded]
+                .map(|shared| SharedExpert::ALL.iter().position(|other| *other == shared).unwrap());
+        let merged = MoeExchange::ALL.map(|exchange| {
+            if [MoeExchange::Gathered, MoeExchange::Redundant].contains(&exchange) { 1.0 } else { 6.0 }
+        });
+        let healthy = scales(MoePolicies::HEALTHY);
+        assert_eq!((healthy[none], healthy[replicated], healthy[sharded]), ([6.0; 4], merged, [6.0; 4]));
+        let both = scales(with("moe-sharded-shared-expert-scaled"));
+        assert_eq!((both[none], both[replicated], both[sharded]), ([6.0; 4], merged, merged));
+        assert_eq!(scales(with("moe-shared-expert-not-scaled")), [[6.0; 4]; 3]);
+        assert_eq!(scales(with("moe-shared-expert-scaled-without-merge")), [[1.0; 4]; 3]);
+    }
+
+    #[test]
+    fn rows_are_gathered_and_summed_as_the_titles_say() {
+        let gathers =
+            |policies: MoePolicies| MoeExchange::ALL.map(|exchange| (policies.gathers)(&of(exchange)));
+        let are = |exchanges: &[MoeExchange]| MoeExchange::ALL.map(|exchange| exchanges.contains(&exchange));
+        use MoeExchange::{Gathered, Local, Redundant, Sliced};
+        assert_eq!(gathers(MoePolicies::HEALTHY), are(&[Gathered, Redundant, Sliced]));
+        assert_eq!(gathers(with("moe-prefill-group-not-gathered")), are(&[]));
+        assert_eq!(gathers(with("moe-changed-to-merge-zero")), are(&[Redundant, Sliced]));
+        assert!(MoePolicies::HEALTHY.sums_tp && !with("moe-tensor-parallel-sum-missing").sums_tp);
+        let order = |policies: MoePolicies| (policies.order)(2, 4);
+        assert_eq!(order(MoePolicies::HEALTHY), [0, 1, 2, 3]);
+        assert_eq!(order(with("moe-own-part-summed-first")), [2, 3, 0, 1]);
+        assert_eq!(order(with("moe-last-part-not-summed")), [0, 1, 2]);
+        let summed = |policies: MoePolicies, exchange| (policies.summed)(vec![3, 8], 8, &of(exchange));
+        for exchange in [Local, Gathered, Redundant, Sliced] {
+            let is_decode = exchange == Redundant;
+            assert_eq!(summed(MoePolicies::HEALTHY, exchange), [3, 8]);
+            let own = summed(with("moe-decode-reduced-over-its-own-group"), exchange);
+            assert_eq!(own, if is_decode { vec![8] } else { vec![3, 8] });
+            let twice = summed(with("moe-redundant-decode-counted-twice"), exchange);
+            assert_eq!(twice, if is_decode { vec![3, 8, 3, 8] } else { vec![3, 8] });
+        }
+    }
+
+    #[test]
+    fn rows_of_a_sum_and_ids_of_tokens_are_those_that_the_titles_name() {
+        // the third of four ranks, with five rows each of which it has two
+        let scattered = |policies: MoePolicies| (policies.scattered)(2, 4, 5, 2);
+        assert_eq!(scattered(MoePolicies::HEALTHY), [10, 11]);
+        assert_eq!(scattered(with("moe-scatter-without-padding")), [4, 5]);
+        assert_eq!(scattered(with("moe-scatter-in-token-order")), [2, 6]);
+        let ids = |policies: MoePolicies| (policies.gathered_ids)(&[vec![1, 2], vec![3, 4], vec![5, 6]], 1);
+        assert_eq!(ids(MoePolicies::HEALTHY), [1, 2, 3, 4, 5, 6]);
+        assert_eq!(ids(with("moe-token-ids-not-gathered")), [3, 4, 3, 4, 3, 4]);
+        assert_eq!(ids(with("moe-token-ids-in-token-order")), [1, 3, 5, 2, 4, 6]);
+        assert!(!MoePolicies::HEALTHY.counts_padding && with("moe-padding-counted").counts_padding);
+    }
+
+    #[test]
+    fn rows_are_padded_to_what_the_titles_say() {
+        use MoeExchange::{Gathered, Local, Redundant, Sliced};
+        let rows = |policies: MoePolicies, tokens: [usize; 3]| {
+            [Local, Gathered, Redundant, Sliced]
+                .map(|exchange| (policies.slice_rows)(&tokens, 1, &of(exchange)))
+        };
+        assert_eq!(rows(MoePolicies::HEALTHY, [4, 7, 13]), [4, 7, 13, 3]);
+        assert_eq!(rows(with("moe-slice-rounded-down"), [4, 7, 13]), [3, 6, 13, 2]);
+        assert_eq!(rows(with("moe-other-groups-ignored"), [4, 7, 13]), [4, 4, 7, 2]);
+        for (tokens, right, doubled) in
+            [([0, 1, 1], [1; 4], [2; 4]), ([4, 7, 13], [4, 7, 13, 3], [4, 7, 13, 3])]
+        {
+            assert_eq!(rows(MoePolicies::HEALTHY, tokens), right);
+            assert_eq!(rows(with("moe-single-row-doubled"), tokens), doubled);
+        }
+    }
+
+    #[test]
+    fn slices_are_cut_and_results_taken_back_as_the_titles_say() {
+        let strided = [1, 4, 7, 10];
+        for (name, rows, logits) in [
+            ("moe-logits-sliced-by-stride", [4, 5, 6, 7], strided),
+            ("moe-rows-sliced-by-stride", strided, [4, 5, 6, 7]),
+        ] {
+            let policies = with(name);
+            assert_eq!((policies.sliced)(1, 3, 4), rows, "{name}");
+            assert_eq!((policies.sliced_logits)(1, 3, 4), logits, "{name}");
+        }
+        let cut = |policies: MoePolicies| {
+            [(12, 9), (9, 9), (3, 9)].map(|(rows, tokens)| (policies.cut)(rows, tokens))
+        };
+        assert_eq!(cut(MoePolicies::HEALTHY), [0; 3]);
+        assert_eq!(cut(with("moe-padding-kept-in-front")), [3, 0, 0]);
+        let returned = |policies: MoePolicies| [0, 1, 2].map(|place| (policies.returned)(place, 3));
+        assert_eq!(returned(MoePolicies::HEALTHY), [0, 1, 2]);
+        assert_eq!(returned(with("moe-results-taken-back-in-reverse")), [2, 1, 0]);
+    }
+}

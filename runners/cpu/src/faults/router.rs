@@ -206,3 +206,108 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.moe.router.table_row = |_, row| row,
     },
 ];
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_engine::MaskedFill;
+
+    use super::super::faulty;
+    use super::*;
+    use crate::router::RouterPolicies;
+
+    fn with(name: &str) -> RouterPolicies {
+        faulty::with(name).moe.router
+    }
+
+    const HEALTHY: RouterPolicies = RouterPolicies::HEALTHY;
+
+    fn near(seen: &[f32], wanted: &[f32]) {
+        let close = seen.iter().zip(wanted).all(|(a, b)| (a - b).abs() < 1e-6);
+        assert!(seen.len() == wanted.len() && close, "{seen:?} {wanted:?}");
+    }
+
+    #[test]
+    fn experts_weigh_and_are_chosen_by_what_the_titles_name() {
+        assert_eq!(((HEALTHY.weight)(0.5, 2.0), (HEALTHY.choice)(0.5, 1.5)), (0.5, 2.0));
+        assert_eq!((with("router-bias-in-weights").weight)(0.5, 2.0), 2.0);
+        assert_eq!((with("router-bias-ignored").choice)(0.5, 1.5), 0.5);
+    }
+
+    #[test]
+    fn groups_are_kept_and_filled_as_the_titles_say() {
+        let fills = |policies: RouterPolicies| {
+            [MaskedFill::Zero, MaskedFill::NegativeInfinity].map(|fill| (policies.fill)(fill))
+        };
+        assert_eq!(fills(HEALTHY), [0.0, f32::NEG_INFINITY]);
+        assert_eq!(fills(with("router-masked-groups-are-zero")), [0.0; 2]);
+        assert_eq!(fills(with("router-masked-groups-are-infinite")), [f32::NEG_INFINITY; 2]);
+        let kept = |policies: RouterPolicies| [1, 2, 3].map(|asked| (policies.kept)(asked));
+        assert_eq!(kept(HEALTHY), [1, 2, 3]);
+        assert_eq!(kept(with("router-masked-groups-chosen")), [usize::MAX; 3]);
+        assert_eq!(kept(with("router-one-group-too-few")), [1, 1, 2]);
+        let group = |policies: RouterPolicies| {
+            [false, true].map(|biased| (policies.group)(&[-4.0, 0.5, -1.0], biased))
+        };
+        assert_eq!(group(HEALTHY), [0.5, -0.5]);
+        assert_eq!(group(with("router-biased-group-by-its-best")), [0.5, 0.5]);
+        assert_eq!(group(with("router-group-by-its-two-best")), [-0.5, -0.5]);
+    }
+
+    #[test]
+    fn the_experts_of_a_token_are_those_that_the_titles_name() {
+        let values = [0.25, 0.75, 0.5, 0.75];
+        let chosen = |policies: RouterPolicies| [2, 3, 4].map(|count| (policies.largest)(&values, count));
+        assert_eq!(chosen(HEALTHY), [vec![1, 3], vec![1, 3, 2], vec![1, 3, 2, 0]]);
+        assert_eq!(chosen(with("router-runner-up-chosen")), [vec![1, 2], vec![1, 3, 0], vec![1, 3, 2, 0]]);
+        assert_eq!(chosen(with("router-tie-chosen-twice")), [vec![1, 1], vec![1, 1, 2], vec![1, 1, 2, 0]]);
+        let rows = |policies: RouterPolicies, rows| [0, 1, 14].map(|row| (policies.row)(row, rows));
+        assert_eq!(rows(HEALTHY, 15), [0, 1, 14]);
+        assert_eq!(rows(with("router-small-batch-reads-one-row"), 15), [0, 0, 13]);
+        assert_eq!(rows(with("router-small-batch-reads-one-row"), 16), [0, 1, 14]);
+        assert_eq!([3, -1].map(|id| (HEALTHY.table_row)(id, 7)), [3, usize::MAX]);
+        assert_eq!((with("router-table-by-row").table_row)(3, 7), 7);
+    }
+
+    #[test]
+    fn scores_are_those_that_the_titles_name() {
+        let logits = [1f32.ln(), 3f32.ln()];
+        let (sigmoid, softmax) = ([0.5, 0.75], [0.25, 0.75]);
+        for (policies, of_sigmoid, of_softmax) in [
+            (HEALTHY, sigmoid, softmax),
+            (with("router-sigmoid-for-softmax"), sigmoid, sigmoid),
+            (with("router-softmax-without-maximum"), sigmoid, softmax),
+        ] {
+            near(&(policies.scores)(Scoring::Sigmoid, &logits), &of_sigmoid);
+            near(&(policies.scores)(Scoring::Softmax, &logits), &of_softmax);
+        }
+        let large = [100.0, 0.0];
+        near(&(HEALTHY.scores)(Scoring::Softmax, &large), &[1.0, 0.0]);
+        assert!((with("router-softmax-without-maximum").scores)(Scoring::Softmax, &large)[0].is_nan());
+    }
+
+    #[test]
+    fn weights_are_divided_and_scaled_as_the_titles_say() {
+        let ways = [Renormalise::Raw, Renormalise::Sum, Renormalise::SumAndTiny];
+        let divided = |policies: RouterPolicies| {
+            ways.map(|how| {
+                let mut weights = [1e-20, 3e-20];
+                (policies.renormalise)(&mut weights, how);
+                weights[1]
+            })
+        };
+        near(&divided(HEALTHY), &[3e-20, 0.75, 0.6]);
+        assert_eq!(divided(with("router-not-renormalised")), [3e-20; 3]);
+        near(&divided(with("router-always-renormalised")), &[0.75, 0.75, 0.6]);
+        near(&divided(with("router-tiny-left-out")), &[3e-20, 0.75, 0.75]);
+        near(&divided(with("router-tiny-always-added")), &[3e-20, 0.6, 0.6]);
+        let scaled = |policies: RouterPolicies| {
+            ways.map(|how| {
+                let mut weights = [1.0];
+                (policies.scale)(&mut weights, 2.5, how);
+                weights[0]
+            })
+        };
+        assert_eq!(scaled(HEALTHY), [2.5; 3]);
+        assert_eq!(scaled(with("router-scaled-before-renormalised")), [2.5, 1.0, 1.0]);
+    }
+}
