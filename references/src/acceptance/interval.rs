@@ -124,3 +124,95 @@ pub fn law_of_row(logits: &[f32], temperature: f32) -> Vec<Interval> {
     };
     scaled.iter().zip(&terms).map(probability).collect()
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(low: f64, high: f64) -> Interval {
+        Interval { low, high }
+    }
+
+    /// Asserts a relative width in units of u.
+    fn wide(seen: f64, around: f64, units: f64) {
+        let found = (seen / around - 1.0) / U;
+        assert!((found - units).abs() < 1e-4, "{seen} is {found} u off {around}, not {units}");
+    }
+
+    #[test]
+    fn products_quotients_and_differences_take_the_ends_that_lie_furthest_apart() {
+        assert_eq!(U, 2f64.powi(-24));
+        let (a, b) = (of(0.25, 0.5), of(2.0, 8.0));
+        assert_eq!(Interval::point(0.25), of(0.25, 0.25));
+        assert_eq!(a.times(b), of(0.5, 4.0));
+        assert_eq!(a.over(b), of(0.031_25, 0.25));
+        let c = of(0.125, 0.25);
+        assert_eq!(a.minus(c), of(-3.0 * U, 0.375 + 3.0 * U));
+        assert_eq!(of(-1.0, 0.5).at_least_zero(), of(0.0, 0.5));
+        assert_eq!(of(-2.0, -1.0).at_least_zero(), Interval::ZERO);
+        assert_eq!(of(0.5, 2.0).at_most_one(), of(0.5, 1.0));
+        assert_eq!(of(2.0, 3.0).at_most_one(), Interval::ONE);
+    }
+
+    #[test]
+    fn a_zero_is_exact_in_a_difference_and_a_complement_and_over_one_there_may_be_anything() {
+        let (a, zero) = (of(0.25, 0.5), Interval::ZERO);
+        assert_eq!((a.minus(zero), zero.minus(a), zero.minus(zero)), (a, of(-0.5, -0.25), zero));
+        assert_eq!((zero.over(a), zero.over(zero)), (zero, zero));
+        assert_eq!((a.over(zero), a.over(of(0.0, 2.0))), (of(0.25, f64::INFINITY), of(0.125, f64::INFINITY)));
+        assert_eq!((zero.complement(), a.complement()), (Interval::ONE, of(0.5 - U, 0.75 + U)));
+        assert_eq!(
+            (Interval::ONE.complement(), of(0.0, U).complement()),
+            (of(0.0, U), of(1.0 - 2.0 * U, 1.0))
+        );
+    }
+
+    #[test]
+    fn sums_widen_by_their_terms_and_products_by_the_logarithms_of_their_factors() {
+        let sum = Interval::sum(&[of(0.25, 0.5), of(0.5, 1.0), of(0.25, 0.5)]);
+        assert_eq!(sum, of(1.0 - 3.0 * U, 2.0 * (1.0 + 3.0 * U)));
+        let product = of(0.5, 2.0);
+        for (factors, units) in [
+            (&[][..], 4.0),
+            (&[Interval::ZERO], 4.0),
+            (&[of(0.25, 0.5)], 4.0 * (1.0 + 4f64.ln())),
+            (&[of(0.25, 0.5), of(0.0, 8.0)], 4.0 * (1.0 + 4f64.ln() + 8f64.ln())),
+        ] {
+            let seen = product.rounded(factors);
+            wide(seen.low, 0.5, -units);
+            wide(seen.high, 2.0, units);
+        }
+    }
+
+    #[test]
+    fn a_law_is_as_wide_as_its_divisions_differences_exponentials_sum_and_logarithm_are_counted() {
+        // z is 2 and 0: errors of 2·2 + 2·2 + 8 and of 2·2 + 3·2 + 8 units
+        let (law, rest) = (law_of_row(&[1.0, 0.0], 0.5), (-2f64).exp());
+        let sum = 1.0 + rest;
+        let of_sum = (16.0 + rest * 18.0) / sum + 2.0;
+        for (token, value, own, surprise) in
+            [(0, 1.0 / sum, 16.0, sum.ln()), (1, rest / sum, 18.0, 2.0 + sum.ln())]
+        {
+            let units = own + of_sum + 4.0 * (1.0 + surprise);
+            wide(law[token].low, value, -units);
+            wide(law[token].high, value, units);
+        }
+    }
+
+    #[test]
+    fn a_logit_of_minus_infinity_has_no_part_in_a_law_and_what_is_tiny_may_be_flushed() {
+        let with = law_of_row(&[0.0, f32::NEG_INFINITY, 0.0], 1.0);
+        assert_eq!(with[1], Interval::ZERO);
+        // errors of 8 units each, a sum of three, a surprise of ln 2
+        wide(with[0].high, 0.5, 8.0 + 8.0 + 3.0 + 4.0 * (1.0 + 2f64.ln()));
+        let smallest = f64::from(f32::MIN_POSITIVE);
+        let tiny = law_of_row(&[0.0, -100.0, -85.0], 1.0);
+        assert_eq!(tiny[1].low, 0.0);
+        assert!(tiny[1].high > smallest && tiny[1].high < 1.0001 * smallest, "{:?}", tiny[1]);
+        for (seen, wanted) in
+            [(tiny[2].low, (-85f64).exp() - smallest), (tiny[2].high, (-85f64).exp() + smallest)]
+        {
+            assert!((seen / wanted - 1.0).abs() < 1e-3, "{seen} {wanted}");
+        }
+    }
+}

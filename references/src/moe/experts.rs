@@ -135,3 +135,99 @@ pub fn combine(
     }
     (out, bound)
 }
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_formats::contract::Depth;
+
+    use super::*;
+
+    /// Chains of n + 3 additions, so that γ of n terms and m more operations is that of n + m + 3.
+    fn contract(p_dtype: Option<Dtype>, merge: Merge) -> Contract {
+        let depth = Depth::PerTile { tile: 1, extra: 3 };
+        Contract { u_acc: 2f64.powi(-20), depth, kexp: 3.0, p_dtype, ..Contract::bf16_default(merge) }
+    }
+
+    fn chain(operations: f64) -> f64 {
+        let product = operations * 2f64.powi(-20);
+        product / (1.0 - product)
+    }
+
+    fn near(seen: f64, wanted: f64) {
+        assert!((seen - wanted).abs() <= 1e-11 * wanted.abs(), "{seen} {wanted}");
+    }
+
+    #[test]
+    fn a_linear_mlp_is_off_by_both_its_products_and_what_is_stored_between_them() {
+        let (x, up, down) =
+            ([1.5f32, -0.5], [1.0f32, 2.0, -1.0, 0.5, 3.0, -2.0], [1.0f32, -2.0, 0.5, -1.0, 4.0, 2.0]);
+        let term =
+            mlp(&Mlp { gate: None, up: &up, down: &down }, &x, &contract(Some(Dtype::Bf16), Merge::A2a));
+        // values 0.5, −1.75 and 5.5 of products whose sizes are 2.5, 1.75 and 5.5; bf16 has units of 2⁻⁸, 2⁻⁷ and 2⁻⁵ above them
+        let active = [0.5, -1.75, 5.5];
+        let sizes = [2.5, 1.75, 5.5].map(|size| chain(2.0 + 3.0 + 1.0) * size);
+        let errors: Vec<f64> =
+            (0..3).map(|i| sizes[i] + half_ulp(Dtype::Bf16, f64::abs(active[i]) + sizes[i])).collect();
+        for row in 0..2 {
+            let own: Vec<f64> = down[row * 3..(row + 1) * 3].iter().map(|w| f64::from(*w)).collect();
+            let passed: f64 = (0..3).map(|i| own[i].abs() * errors[i]).sum();
+            let sum: f64 = (0..3).map(|i| own[i].abs() * f64::abs(active[i])).sum();
+            let error = passed + chain(3.0 + 3.0 + 2.0) * (sum + passed);
+            near(term.out[row], (0..3).map(|i| own[i] * active[i]).sum());
+            near(term.error[row], error);
+            near(term.reach[row], sum + passed + error);
+        }
+    }
+
+    #[test]
+    fn a_gated_mlp_is_off_by_its_gate_its_silu_and_its_up_projection_as_well() {
+        for (gate, up) in [(-0.5f32, -2.0f32), (0.75, 1.25), (2.0, -0.5)] {
+            let weights = Mlp { gate: Some(&[gate]), up: &[up], down: &[-3.0] };
+            let term = mlp(&weights, &[1.5], &contract(None, Merge::A2a));
+            let [g, u] = [gate, up].map(|weight| f64::from(weight) * 1.5);
+            let [of_gate, of_up] = [g, u].map(|value| chain(1.0 + 3.0 + 1.0) * value.abs());
+            let silu = g / (1.0 + (-g).exp());
+            let unit = 2f64.powi(-24);
+            let of_silu = 1.1 * of_gate + 18.0 * unit * (silu.abs() + 1.1 * of_gate);
+            let value = silu * u;
+            let error =
+                (of_silu * (u.abs() + of_up) + silu.abs() * of_up + unit * value.abs()) * (1.0 + unit);
+            let wanted = 3.0 * error + chain(1.0 + 3.0 + 2.0) * 3.0 * (value.abs() + error);
+            near(term.out[0], -3.0 * value);
+            near(term.error[0], wanted);
+            near(term.reach[0], 3.0 * (value.abs() + error) + wanted);
+        }
+    }
+
+    #[test]
+    fn a_sum_of_terms_is_off_by_weights_terms_additions_and_what_ranks_store_and_add() {
+        let a = Term { out: vec![0.0, 2.0], error: vec![0.0, 0.25], reach: vec![0.0, 3.0] };
+        let b = Term { out: vec![0.0, -4.0], error: vec![0.0, 0.5], reach: vec![0.0, 5.0] };
+        let addends = [
+            Addend { weight: 0.5, weight_error: 0.125, term: &a },
+            Addend { weight: -2.0, weight_error: 0.25, term: &b },
+        ];
+        let (error, reach) = (0.125 * 2.0 + 0.625 * 0.25 + 0.25 * 4.0 + 2.25 * 0.5, 0.625 * 3.0 + 2.25 * 5.0);
+        let gamma = |count: f64, unit: f64| count * unit / (1.0 - count * unit);
+        let (single, half) = (2f64.powi(-24), Dtype::Bf16.unit_roundoff());
+        let first = error + gamma(2.0 + 4.0, single) * reach;
+        for (merge, unit) in [(Merge::A2a, single), (Merge::AgRsF32, single), (Merge::AgRsBf16, half)] {
+            for ranks in [1, 2, 4] {
+                let (out, bound) = combine(&addends, 2, Reduction { ranks }, &contract(None, merge));
+                assert_eq!((out[0], bound[0]), (0.0, 0.0), "nothing has no error");
+                near(out[1], 9.0);
+                let whole = reach + first;
+                let travel = half * whole + gamma(ranks as f64 - 1.0, unit) * whole * (1.0 + half);
+                near(bound[1], first + if ranks > 1 { travel } else { 0.0 });
+            }
+        }
+    }
+
+    #[test]
+    fn parts_that_vanish_may_be_lost_on_every_rank() {
+        let term = Term { out: vec![0.0], error: vec![0.0], reach: vec![1e-300] };
+        let addend = Addend { weight: 1.0, weight_error: 0.0, term: &term };
+        let (_, bound) = combine(&[addend], 1, Reduction { ranks: 3 }, &contract(None, Merge::A2a));
+        near(bound[0], 3.0 * half_ulp(Dtype::Bf16, f64::MIN_POSITIVE));
+    }
+}

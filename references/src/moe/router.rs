@@ -279,3 +279,109 @@ pub fn weights(rule: &Rule, scores: &Scores, experts: &[usize]) -> Weights {
     let (value, error) = experts.iter().zip(&own).map(weight).unzip();
     Weights { value, error }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn near(seen: f64, wanted: f64) {
+        assert!((seen - wanted).abs() <= 1e-11 * wanted.abs(), "{seen} {wanted}");
+    }
+
+    const RULE: Rule = Rule {
+        scoring: Scoring::Sigmoid,
+        choice: Choice::Scores,
+        top_k: 2,
+        groups: 1,
+        top_groups: 1,
+        fill: Fill::Zero,
+        renormalise: Renormalise::Sum,
+        scale: -2.5,
+    };
+
+    #[test]
+    fn scores_are_off_by_their_exponentials_their_sum_and_their_division() {
+        let unit = 2f64.powi(-24);
+        let sigmoid = scores(Scoring::Sigmoid, &[0.0, 2.0], 3.0);
+        near(sigmoid.value[1], 1.0 / (1.0 + (-2f64).exp()));
+        sigmoid.relative.iter().for_each(|relative| near(*relative, 1.001 * 16.0 * unit));
+        near(sigmoid.error(0), 0.5 * 1.001 * 16.0 * unit + TINY32);
+        let (softmax, rest) = (scores(Scoring::Softmax, &[-2.0, 0.0], 3.0), (-2f64).exp());
+        near(softmax.value[0], rest / (1.0 + rest));
+        near(softmax.value[1], 1.0 / (1.0 + rest));
+        let of_sum = (rest * 8.0 + 6.0) / (1.0 + rest) * unit + 2.0 * unit / (1.0 - 2.0 * unit) + 2.0 * unit;
+        near(softmax.relative[0], 1.001 * (8.0 * unit + of_sum));
+        near(softmax.relative[1], 1.001 * (6.0 * unit + of_sum));
+        let exact = softmax.exact();
+        assert_eq!((exact.value.clone(), exact.error(0), exact.error(1)), (softmax.value, 0.0, 0.0));
+    }
+
+    #[test]
+    fn weights_are_off_by_their_score_the_sum_of_scores_and_three_roundings() {
+        let unit = 2f64.powi(-24);
+        let given = Scores { value: vec![0.5, 0.125, 0.25], relative: vec![1e-3, 1.0, 4e-3], absolute: 1e-4 };
+        let errors = [0.5e-3 + 1e-4, 1e-3 + 1e-4];
+        for (renormalise, sum) in
+            [(Renormalise::Raw, 1.0), (Renormalise::Sum, 0.75), (Renormalise::SumAndTiny, 0.75)]
+        {
+            let found = weights(&Rule { renormalise, ..RULE }, &given, &[0, 2]);
+            let all = errors[0] + errors[1];
+            let gamma = 3.0 * unit / (1.0 - 3.0 * unit);
+            let of_sum = if renormalise == Renormalise::Raw { 0.0 } else { all + gamma * (sum + all) };
+            for (index, own) in [0.5, 0.25].into_iter().enumerate() {
+                let most = (own + errors[index]) / (sum - of_sum) * (1.0 + 2.0 * unit);
+                near(found.value[index], own / sum * -2.5);
+                near(
+                    found.error[index],
+                    2.5 * ((most - own / sum) * (1.0 + unit) + own / sum * unit) + TINY32,
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn of_a_sum_that_may_vanish_no_quotient_is_known() {
+        let given = Scores { value: vec![0.5, 0.25], relative: vec![2.0, 2.0], absolute: 0.0 };
+        assert_eq!(weights(&RULE, &given, &[0, 1]).error, [f64::INFINITY; 2]);
+        let tiny = Scores { value: vec![1e-20, 2e-20], relative: vec![0.0; 2], absolute: 0.0 };
+        let rule = Rule { renormalise: Renormalise::SumAndTiny, ..RULE };
+        near(weights(&rule, &tiny, &[0, 1]).value[1], -1.25);
+    }
+
+    #[test]
+    fn a_choice_with_a_bias_is_rounded_once_more_and_a_pair_of_choices_again() {
+        let unit = 2f64.powi(-24);
+        let given = Scores { value: vec![0.5, 0.25], relative: vec![1e-3, 1e-3], absolute: 1e-4 };
+        let rule = Rule { choice: Choice::Biased, groups: 2, top_groups: 1, top_k: 1, ..RULE };
+        let found = choices(&rule, &given, &[-2.0, 0.0]);
+        let (error, sum) = (0.5e-3 + 1e-4, -1.5f64);
+        let room = error + unit * (sum.abs() + error);
+        for (range, low, high) in
+            [(found[0], sum - room, sum + room), (found[1], 0.25 - 0.35e-3, 0.25 + 0.35e-3)]
+        {
+            near(range.low, low);
+            near(range.high, high);
+        }
+        let plain = choices(&RULE, &given, &[]);
+        near(plain[0].high, 0.5 + error);
+        let exact = choices(&rule, &given.exact(), &[-2.0, 0.0]);
+        assert_eq!(exact, [Range { low: -1.5, high: -1.5 }, Range { low: 0.25, high: 0.25 }]);
+    }
+
+    #[test]
+    fn groups_whose_pairs_differ_by_less_than_their_rounding_are_both_kept() {
+        let range = |at: f64| Range { low: at, high: at };
+        let rule =
+            Rule { choice: Choice::Biased, groups: 2, top_groups: 1, fill: Fill::NegativeInfinity, ..RULE };
+        let kept = |second: f64, rounded: f64| {
+            let choices = [3.0, 1.0, 2.0, second].map(range);
+            filled(&rule, &choices, rounded).unwrap().len()
+        };
+        // pairs of 4 and of a little less, each with a room of 4u
+        let unit = 2f64.powi(-24);
+        assert_eq!(kept(2.0, 0.0), 2, "a tie");
+        assert_eq!((kept(2.0 - unit, 0.0), kept(2.0 + unit, 0.0)), (1, 1));
+        assert_eq!((kept(2.0 - 7.9 * unit, unit), kept(2.0 + 7.9 * unit, unit)), (2, 2));
+        assert_eq!((kept(2.0 - 8.1 * unit, unit), kept(2.0 + 8.1 * unit, unit)), (1, 1));
+    }
+}
