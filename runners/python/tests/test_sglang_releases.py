@@ -1,17 +1,10 @@
 """Releases of SGLang through their adapter: right to rounding where they claim to be, and with the faults that they are
 known for."""
 
-import functools
-import importlib.util
-import json
-import subprocess
-import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
-from shardcheck.fetch import engine_folder, read_manifest
-from tests.skips import skip
+from tests.releases import outcomes, require
 
 NEWEST, OLDEST = "0.5.23", "0.5.17"
 # f32 over a few dozen tokens of unit normal data, latents of 576 elements included; the harness derives its bounds
@@ -19,28 +12,13 @@ NEWEST, OLDEST = "0.5.23", "0.5.17"
 CLOSE = 1e-5
 
 
-@functools.lru_cache
-def outcomes(release: str, *options: str) -> dict[str, Any]:
-    """What `tests.sglang_scenarios` prints for a release and options of its adapter."""
-    folder = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", "tests.sglang_scenarios", release, *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=1200)
-    if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout)
-
-
 class ReleasesTest(unittest.TestCase):
     """Each test names a release and is skipped where it isn't fetched."""
 
     def of(self, release: str, *options: str) -> dict[str, Any]:
         """Outcomes of a release by scenario."""
-        for module in ("torch", "triton"):
-            if importlib.util.find_spec(module) is None:
-                skip(self, f"{module} is not installed")
-        if read_manifest(engine_folder("sglang", release)) is None:
-            skip(self, f"sglang {release} is not fetched: python3 -m shardcheck.fetch sglang=={release}")
-        found = outcomes(release, *options)
+        require(self, "sglang", release)
+        found = outcomes("sglang", release, *options)
         self.assertEqual(found["used stubs"], [])
         return found["outcomes"]
 

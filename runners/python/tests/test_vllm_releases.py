@@ -1,17 +1,10 @@
 """Releases of vLLM through their adapter: a healthy one is right to rounding, old ones show the faults that
 they are known for."""
 
-import functools
-import importlib.util
-import json
-import subprocess
-import sys
 import unittest
-from pathlib import Path
 from typing import Any
 
-from shardcheck.fetch import engine_folder, read_manifest
-from tests.skips import skip
+from tests.releases import outcomes, require
 
 HEALTHY = "0.33.0"
 # f32 over a few dozen tokens of unit normal data; the harness derives its bounds itself, this one only tells
@@ -19,28 +12,13 @@ HEALTHY = "0.33.0"
 CLOSE = 3e-6
 
 
-@functools.lru_cache
-def outcomes(release: str, *options: str) -> dict[str, Any]:
-    """What `tests.vllm_scenarios` prints for a release and options of its adapter."""
-    folder = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", "tests.vllm_scenarios", release, *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=600)
-    if done.returncode != 0:
-        raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
-    return json.loads(done.stdout)
-
-
 class ReleasesTest(unittest.TestCase):
     """Each test names a release and is skipped where it isn't fetched."""
 
     def of(self, release: str) -> dict[str, Any]:
         """Outcomes of a release by scenario."""
-        for module in ("torch", "triton"):
-            if importlib.util.find_spec(module) is None:
-                skip(self, f"{module} is not installed")
-        if read_manifest(engine_folder("vllm", release)) is None:
-            skip(self, f"vllm {release} is not fetched: python3 -m shardcheck.fetch vllm=={release}")
-        return outcomes(release)["outcomes"]
+        require(self, "vllm", release)
+        return outcomes("vllm", release)["outcomes"]
 
     def assert_right(self, outcome: dict[str, Any]) -> None:
         """Output and LSE within rounding, slots and lengths exact."""
@@ -72,10 +50,10 @@ class ReleasesTest(unittest.TestCase):
 
     def test_a_healthy_release_declares_what_it_runs_and_uses_no_stub(self) -> None:
         self.of(HEALTHY)
-        self.assertEqual(outcomes(HEALTHY)["used stubs"], [])
+        self.assertEqual(outcomes("vllm", HEALTHY)["used stubs"], [])
         self.assertLessEqual(
             {"decode", "verify", "draft", "context", "merge_segments", "pack_lse"},
-            set(outcomes(HEALTHY)["operations"]),
+            set(outcomes("vllm", HEALTHY)["operations"]),
         )
 
     def assert_shares(self, found: dict[str, Any], names: set[str]) -> None:
@@ -107,7 +85,7 @@ class ReleasesTest(unittest.TestCase):
 
     def test_ranks_that_are_gloo_processes_give_what_threads_of_one_process_give(self) -> None:
         threads = self.of(HEALTHY)
-        processes = outcomes(HEALTHY, "ranks=processes")["outcomes"]
+        processes = outcomes("vllm", HEALTHY, "ranks=processes")["outcomes"]
         self.assertEqual(set(threads), set(processes))
         for name, outcome in threads.items():
             with self.subTest(name):
@@ -120,7 +98,7 @@ class ReleasesTest(unittest.TestCase):
 
     def test_the_kernels_of_the_newer_runner_and_the_other_merge_are_right_as_well(self) -> None:
         self.of(HEALTHY)
-        found = outcomes(HEALTHY, "runner=v2", "merge=torch")["outcomes"]
+        found = outcomes("vllm", HEALTHY, "runner=v2", "merge=torch")["outcomes"]
         for name in ("one rank empty", "two groups, padding, projected", "interleave", "verify"):
             with self.subTest(name):
                 self.assert_right(found[name])

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
+from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters.batches import Batch, flat_positions
-from shardcheck.adapters.caches import Caches
+from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.context import Context
 from shardcheck.adapters.sglang.layout import Layout
@@ -19,17 +19,14 @@ from shardcheck.adapters.sglang.prefill import PrefillLayout
 from shardcheck.adapters.sglang.release import Release
 
 
-class SglangSession(Session):
-    """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
+class SglangSession(CachedSession):
+    """One configuration on a release."""
 
     def __init__(
         self, release: Release, configuration: Configuration, executor: Any, options: Options
     ) -> None:
-        super().__init__(configuration)
-        self.release = release
-        self.executor = executor
+        super().__init__(release, configuration, executor)
         self.options = options
-        self.caches = Caches(configuration)
         self.layouts = Layout(release, configuration, options.slots)
         self.contexts = Context(configuration, self.caches, executor)
         self.attention = Attention(release, configuration, self.caches, executor, options)
@@ -53,63 +50,6 @@ class SglangSession(Session):
             if self.release.new_pages is not None:
                 outputs["blocks_needed"] = np.stack([self.layouts.blocks_needed(lens) for _ in members])
         return Reply(outputs, {"slots": self.layouts.slots_by}, [0] * len(members))
-
-    def write_kv(
-        self,
-        key: Tensor,
-        positions: Tensor,
-        requests: Tensor,
-        block_table: Tensor,
-        value: Tensor | None = None,
-        **_: Any,
-    ) -> Reply:
-        """Scatters tokens into the caches by the engine's rows."""
-        table = np.ascontiguousarray(block_table.numpy())
-        given = (
-            np.ascontiguousarray(requests.numpy()).astype(np.int64),
-            np.ascontiguousarray(positions.numpy()),
-        )
-        slots = []
-        for rank in range(self.configuration.tp):
-            with self.release.watching():
-                slots.append(self.layouts.slots(table, *given, rank % self.configuration.dcp))
-            self.caches.write(rank, slots[-1], key, value)
-        return Reply({"slots": np.stack(slots)}, collectives=[0] * len(slots))
-
-    def read_cache(self, **_: Any) -> Reply:
-        """The caches as they are."""
-        return Reply(self.caches.tensors(), collectives=[0] * self.configuration.tp)
-
-    def load_cache(self, key_cache: Tensor, value_cache: Tensor | None = None, **_: Any) -> Reply:
-        """Replaces the caches by the given ones."""
-        self.caches.load("key_cache", key_cache)
-        if value_cache is not None:
-            self.caches.load("value_cache", value_cache)
-        return Reply(collectives=[0] * self.configuration.tp)
-
-    def decode(self, **tensors: Tensor) -> Reply:
-        """One row a request."""
-        return self._attend("decode", **tensors)
-
-    def verify(self, **tensors: Tensor) -> Reply:
-        """Several causal rows a request."""
-        return self._attend("verify", **tensors)
-
-    def context(
-        self,
-        chunk_budget_tokens: int,
-        query: Tensor,
-        key: Tensor,
-        context_lens: Tensor,
-        query_start_loc: Tensor,
-        block_table: Tensor,
-        **_: Any,
-    ) -> Reply:
-        """New tokens over a cached context that is gathered in chunks."""
-        with self.release.watching():
-            return self.contexts.step(
-                chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
-            )
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any

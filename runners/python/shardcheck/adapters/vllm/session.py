@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
+from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters.batches import Batch, flat_positions
-from shardcheck.adapters.caches import Caches
+from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.vllm.attention import Attention
 from shardcheck.adapters.vllm.context import Context
 from shardcheck.adapters.vllm.layout import Layout
@@ -18,17 +18,14 @@ from shardcheck.adapters.vllm.prefill import PrefillLayout
 from shardcheck.adapters.vllm.release import Release
 
 
-class VllmSession(Session):
-    """One configuration on a release. Each operation runs watched: what comes from a stub is no result."""
+class VllmSession(CachedSession):
+    """One configuration on a release."""
 
     def __init__(
         self, release: Release, configuration: Configuration, executor: Any, merge_variant: str
     ) -> None:
-        super().__init__(configuration)
-        self.release = release
-        self.executor = executor
+        super().__init__(release, configuration, executor)
         self.merge_variant = merge_variant
-        self.caches = Caches(configuration)
         self.layouts = Layout(release, configuration)
         self.contexts = Context(configuration, self.caches, executor)
         self.attention = Attention(release, configuration, self.caches, executor)
@@ -55,30 +52,7 @@ class VllmSession(Session):
                 outputs["row_lens"] = torch.stack(rows)
         return Reply(outputs, {"runner": self.release.runner}, [0] * len(members))
 
-    def write_kv(
-        self,
-        key: Tensor,
-        positions: Tensor,
-        requests: Tensor,
-        block_table: Tensor,
-        value: Tensor | None = None,
-        **_: Any,
-    ) -> Reply:
-        """Scatters tokens into the caches by the engine's slots."""
-        table = np.ascontiguousarray(block_table.numpy())
-        given = (
-            np.ascontiguousarray(requests.numpy()).astype(np.int64),
-            np.ascontiguousarray(positions.numpy()),
-        )
-        key = self._aliased(key, *given)
-        slots = []
-        for rank in range(self.configuration.tp):
-            with self.release.watching():
-                slots.append(self.layouts.slots(table, *given, rank % self.configuration.dcp))
-            self.caches.write(rank, slots[-1], key, value)
-        return Reply({"slots": np.stack(slots)}, collectives=[0] * len(slots))
-
-    def _aliased(self, key: Tensor, requests: np.ndarray, positions: np.ndarray) -> Tensor:
+    def written_key(self, key: Tensor, requests: np.ndarray, positions: np.ndarray) -> Tensor:
         """The keys, or the fault that was asked for: one token with the key of the token before it."""
         position = self.release.aliased_token
         codes = np.ascontiguousarray(key.codes)
@@ -89,44 +63,9 @@ class VllmSession(Session):
                 codes[token] = codes[before[0]]
         return key if position is None else Tensor(key.dtype, codes)
 
-    def read_cache(self, **_: Any) -> Reply:
-        """The caches as they are."""
-        return Reply(self.caches.tensors(), collectives=[0] * self.configuration.tp)
-
-    def load_cache(self, key_cache: Tensor, value_cache: Tensor | None = None, **_: Any) -> Reply:
-        """Replaces the caches by the given ones."""
-        self.caches.load("key_cache", key_cache)
-        if value_cache is not None:
-            self.caches.load("value_cache", value_cache)
-        return Reply(collectives=[0] * self.configuration.tp)
-
-    def decode(self, **tensors: Tensor) -> Reply:
-        """One row a request."""
-        return self._attend("decode", **tensors)
-
-    def verify(self, **tensors: Tensor) -> Reply:
-        """Several causal rows a request."""
-        return self._attend("verify", **tensors)
-
     def draft(self, **tensors: Tensor) -> Reply:
         """Several rows a request that see all its tokens."""
         return self._attend("draft", **tensors)
-
-    def context(
-        self,
-        chunk_budget_tokens: int,
-        query: Tensor,
-        key: Tensor,
-        context_lens: Tensor,
-        query_start_loc: Tensor,
-        block_table: Tensor,
-        **_: Any,
-    ) -> Reply:
-        """New tokens over a cached context that is gathered in chunks."""
-        with self.release.watching():
-            return self.contexts.step(
-                chunk_budget_tokens, query, key, context_lens, query_start_loc, block_table
-            )
 
     def pcp_layout(
         self,

@@ -1,0 +1,37 @@
+"""Runs of the scenarios of a published engine's release, and what they need."""
+
+import functools
+import importlib.util
+import json
+import subprocess
+import sys
+import unittest
+from pathlib import Path
+from typing import Any
+
+from shardcheck.fetch import engine_folder, read_manifest
+from tests.skips import skip
+
+# seconds that a release's scenarios may take under the interpreter
+TIMEOUT_S = {"sglang": 1200, "vllm": 600}
+
+
+@functools.lru_cache
+def outcomes(package: str, release: str, *options: str) -> dict[str, Any]:
+    """What `tests.PACKAGE_scenarios` prints for a release and options of its adapter."""
+    folder = Path(__file__).parent.parent
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.{package}_scenarios", release, *options]
+    limit_s = TIMEOUT_S[package]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=limit_s)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout)
+
+
+def require(test: unittest.TestCase, package: str, release: str) -> None:
+    """Skips a test, visibly, where the release or what runs it is not there."""
+    for module in ("torch", "triton"):
+        if importlib.util.find_spec(module) is None:
+            skip(test, f"{module} is not installed")
+    if read_manifest(engine_folder(package, release)) is None:
+        skip(test, f"{package} {release} is not fetched: python3 -m shardcheck.fetch {package}=={release}")
