@@ -55,19 +55,7 @@ impl Team {
                 // SAFETY: both buffers have room for the places of every device, and live until the stream has come so far.
                 unsafe { communicator.all_gather(given, all, places * bytes, Element::U8, stream) }
             })?;
-            self.of_group(&group, |seat, queue| {
-                let index = group.seats.iter().position(|other| *other == seat).unwrap_or(0);
-                let (shape, share) = self.share(number, seat, &group);
-                let arguments = [
-                    Argument::Shape(shape),
-                    Argument::Group(share),
-                    pieces[index].1.argument(),
-                    Argument::Long(bytes as i64),
-                    to[seat].argument(),
-                ];
-                let extent = Extent::over(share.count as usize * world * bytes);
-                queue.launch("spread_gathered", extent, &arguments)
-            })?;
+            self.spread("spread_gathered", number, &pieces, bytes, to)?;
         }
         Ok(())
     }
@@ -123,19 +111,7 @@ impl Team {
                 // SAFETY: both buffers hold a piece for every device, and live until the stream has come so far.
                 unsafe { communicator.all_to_all(bundles, arrived, 2 * piece, (Element::U8, 1), stream) }
             })?;
-            self.of_group(&group, |seat, queue| {
-                let index = group.seats.iter().position(|other| *other == seat).unwrap_or(0);
-                let (shape, share) = self.share(number, seat, &group);
-                let arguments = [
-                    Argument::Shape(shape),
-                    Argument::Group(share),
-                    pieces[index].1.argument(),
-                    Argument::Long(words as i64),
-                    to[seat].argument(),
-                ];
-                let extent = Extent::over(share.count as usize * world * words);
-                queue.launch("spread_arrived", extent, &arguments)
-            })?;
+            self.spread("spread_arrived", number, &pieces, words, to)?;
         }
         Ok(())
     }
@@ -213,6 +189,31 @@ impl Team {
             // SAFETY: one buffer holds the bytes of a device, the other those of all; both live until the stream has come so far.
             unsafe { communicator.all_gather(from.pointer(), to.pointer(), bytes, Element::U8, stream) }
         })
+    }
+
+    /// Takes apart what arrived on each device of a group, the second of its `pieces`, for its members: `unit` elements from each of W.
+    fn spread(
+        &self,
+        kernel: &'static str,
+        number: usize,
+        pieces: &[(Buffer, Buffer)],
+        unit: usize,
+        to: &[&Buffer],
+    ) -> Result<(), EngineError> {
+        let group = self.placement.group(number);
+        for (seat, (_, arrived)) in group.seats.iter().zip(pieces) {
+            let (shape, share) = self.share(number, *seat, &group);
+            let arguments = [
+                Argument::Shape(shape),
+                Argument::Group(share),
+                arrived.argument(),
+                Argument::Long(unit as i64),
+                to[*seat].argument(),
+            ];
+            let extent = Extent::over(share.count as usize * self.placement.world * unit);
+            self.seats[*seat].queue.launch(kernel, extent, &arguments)?;
+        }
+        Ok(())
     }
 
     /// Something for each device of a group, in their order.
