@@ -3,7 +3,7 @@
 mod inputs;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{AcceptanceMethod, CommBackend, Configuration, LaneOrder, Operation};
+use shardcheck_engine::{AcceptanceMethod, CommBackend, Configuration, LaneOrder, Operation, vocabulary};
 use shardcheck_formats::Dtype;
 
 pub use inputs::{AcceptanceInputs, Enumeration, generate_acceptance};
@@ -17,42 +17,23 @@ const MAX_LOGITS: usize = 1 << 22;
 /// Least requests of a law that is judged by counts.
 const LEAST_SAMPLED: usize = 256;
 
-/// How logits and numbers are drawn.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AcceptancePattern {
-    /// Gaussian logits, the drafter's near the target's; temperatures 0 and around 1.
-    Gaussian,
-    /// The drafter's logits are the target's, bit for bit.
-    Equal,
-    /// Half of the probabilities are exactly 0, some are 1; tokens that can't be have much noise.
-    Zeros,
-    /// Numbers at the edges: 0, just below 1, and close to the thresholds.
-    Edges,
-    /// Few distinct logits: argmax ties in every row, most requests greedy.
-    Ties,
-    /// All drafts and an exact partition of all numbers over three tokens: the law of what is emitted is a count.
-    Enumerated,
-    /// Many requests with the same rows: the law of what is emitted is tested by its distribution function.
-    Sampled,
-}
-
-impl AcceptancePattern {
-    /// All patterns, in a stable order.
-    pub const ALL: [Self; 7] =
-        [Self::Gaussian, Self::Equal, Self::Zeros, Self::Edges, Self::Ties, Self::Enumerated, Self::Sampled];
-
-    /// Name as it stands in case ids.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Gaussian => "gaussian",
-            Self::Equal => "equal",
-            Self::Zeros => "zeros",
-            Self::Edges => "edges",
-            Self::Ties => "ties",
-            Self::Enumerated => "enumerated",
-            Self::Sampled => "sampled",
-        }
+vocabulary! {
+    /// How logits and numbers are drawn.
+    AcceptancePattern ("pattern") {
+        /// Gaussian logits, the drafter's near the target's; temperatures 0 and around 1.
+        Gaussian = "gaussian",
+        /// The drafter's logits are the target's, bit for bit.
+        Equal = "equal",
+        /// Half of the probabilities are exactly 0, some are 1; tokens that can't be have much noise.
+        Zeros = "zeros",
+        /// Numbers at the edges: 0, just below 1, and close to the thresholds.
+        Edges = "edges",
+        /// Few distinct logits: argmax ties in every row, most requests greedy.
+        Ties = "ties",
+        /// All drafts and an exact partition of all numbers over three tokens: the law of what is emitted is a count.
+        Enumerated = "enumerated",
+        /// Many requests with the same rows: the law of what is emitted is tested by its distribution function.
+        Sampled = "sampled",
     }
 }
 
@@ -187,17 +168,13 @@ impl AcceptanceCase {
             let number = text.strip_prefix(key).and_then(|number| number.parse::<usize>().ok());
             number.ok_or_else(|| format!("{text:?} is not {key} with a whole number"))
         };
-        let known = AcceptancePattern::ALL.into_iter().find(|known| known.name() == pattern);
-        let known = known.ok_or_else(|| {
-            let names = AcceptancePattern::ALL.map(AcceptancePattern::name).join(", ");
-            format!("unknown pattern {pattern:?}; known are {names}")
-        })?;
+        let pattern = pattern.parse()?;
         let mut case = Self {
             method: method.parse()?,
             ranks: keyed("r", ranks)?,
             vocabulary: keyed("v", vocabulary)?,
             one_hot,
-            pattern: known,
+            pattern,
             requests: Vec::new(),
         };
         for entry in batch.split('_').filter(|entry| *entry != "all") {

@@ -1,54 +1,19 @@
 //! Acceptance of drafted tokens: the published methods, and the tensors of the step.
 
-use std::fmt;
-use std::str::FromStr;
-
-use serde::{Deserialize, Serialize};
-
-use crate::TensorSpec;
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
+use crate::{TensorSpec, vocabulary};
 
-/// How drafted tokens are accepted. `Mb` is the target's law of a token, `Ms` the drafter's.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum AcceptanceMethod {
-    /// While a draft is the argmax of the target's logits; every request is greedy.
-    Greedy,
-    /// Each draft by itself, with probability min(1, Mb / Ms); the first rejected one is drawn again from max(Mb − Ms, 0)
-    /// (Leviathan et al. 2211.17192).
-    Standard,
-    /// The longest prefix of drafts that is accepted as a block (Sun et al. 2403.10444).
-    Block,
-}
-
-impl AcceptanceMethod {
-    /// All methods, in a stable order.
-    pub const ALL: [Self; 3] = [Self::Greedy, Self::Standard, Self::Block];
-
-    /// Name as it stands in case ids and on the wire.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Greedy => "greedy",
-            Self::Standard => "standard",
-            Self::Block => "block",
-        }
-    }
-}
-
-impl fmt::Display for AcceptanceMethod {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl FromStr for AcceptanceMethod {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        Self::ALL.into_iter().find(|known| known.name() == text).ok_or_else(|| {
-            format!("unknown method {text:?}; known are {}", Self::ALL.map(Self::name).join(", "))
-        })
+vocabulary! {
+    /// How drafted tokens are accepted. `Mb` is the target's law of a token, `Ms` the drafter's.
+    AcceptanceMethod ("method") {
+        /// While a draft is the argmax of the target's logits; every request is greedy.
+        Greedy = "greedy",
+        /// Each draft by itself, with probability min(1, Mb / Ms); the first rejected one is drawn again from max(Mb − Ms, 0)
+        /// (Leviathan et al. 2211.17192).
+        Standard = "standard",
+        /// The longest prefix of drafts that is accepted as a block (Sun et al. 2403.10444).
+        Block = "block",
     }
 }
 
