@@ -150,7 +150,8 @@ impl Group {
             | Operation::PcpLayout { .. }
             | Operation::Route { .. }
             | Operation::Moe { .. }
-            | Operation::AcceptDrafts { .. } => {
+            | Operation::AcceptDrafts { .. }
+            | Operation::SelectSparse { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -240,6 +241,9 @@ impl Session for CudaSession {
             }
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
+            }
+            Operation::SelectSparse { .. } => {
+                return unsupported("there is no kernel of an indexer".to_owned());
             }
             _ => {}
         }
