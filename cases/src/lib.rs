@@ -15,6 +15,7 @@ mod probe;
 mod route;
 pub mod rules;
 mod sequence;
+mod sparse;
 mod suites;
 mod workload;
 
@@ -38,5 +39,6 @@ pub use sequence::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,
     generate_sequence, peak_blocks, turns,
 };
+pub use sparse::{IndexPattern, SelectCase};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

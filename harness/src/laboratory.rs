@@ -20,6 +20,7 @@ use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
 use crate::routing::RouteMaterial;
+use crate::selecting::SelectMaterial;
 use crate::sequence::{Play, SequenceMaterial};
 use crate::sharing::SharingMaterial;
 use crate::status::Status;
@@ -282,6 +283,17 @@ impl<'a> Laboratory<'a> {
         }
     }
 
+    /// Material of a case of selecting tokens.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn selecting(&self) -> &'a SelectMaterial {
+        match self.material {
+            Material::Selecting(material) => material,
+            _ => panic!("a property of selecting tokens on the case {}", self.case.id()),
+        }
+    }
+
     /// Material of a sequence.
     ///
     /// # Panics
@@ -387,6 +399,10 @@ impl<'a> Laboratory<'a> {
             Material::Accepting(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
+            }
+            Material::Selecting(material) => {
+                let mut run = Run::open(&self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
             Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),

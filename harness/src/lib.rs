@@ -45,6 +45,7 @@ pub mod routing;
 pub mod run;
 pub mod run_directory;
 pub mod select;
+pub mod selecting;
 pub mod self_test;
 pub mod sequence;
 pub mod sharing;

@@ -1,5 +1,7 @@
 //! Material of a case: its inputs, and what the oracle says of them. Made once, shared by every engine the case is tried on.
 
+mod words;
+
 use std::collections::HashSet;
 use std::sync::OnceLock;
 
@@ -17,6 +19,7 @@ use crate::laboratory::{Halt, Observed};
 use crate::layer::MoeMaterial;
 use crate::merging::MergeMaterial;
 use crate::routing::RouteMaterial;
+use crate::selecting::SelectMaterial;
 use crate::sequence::SequenceMaterial;
 use crate::sharing::SharingMaterial;
 
@@ -34,6 +37,8 @@ pub enum Material {
     Layer(Box<MoeMaterial>),
     /// Acceptance of drafted tokens.
     Accepting(Box<AcceptanceMaterial>),
+    /// Selection of the tokens that rows attend to.
+    Selecting(Box<SelectMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -56,6 +61,9 @@ impl Material {
             Body::Merge(own) => MergeMaterial::new(family, own, seed, profile).map(Box::new).map(Self::Merge),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
             Body::Acceptance(drafts) => Ok(Self::Accepting(Box::new(AcceptanceMaterial::new(drafts, seed)))),
+            Body::SelectSparse(own) => {
+                SelectMaterial::new(own, seed, profile).map(Box::new).map(Self::Selecting)
+            }
             Body::Route(route) => RouteMaterial::new(route, seed, profile).map(Box::new).map(Self::Route),
             Body::Moe(moe) => MoeMaterial::new(moe, seed, profile).map(Box::new).map(Self::Layer),
             Body::Sequence(own) => {
@@ -540,34 +548,6 @@ impl AttentionMaterial {
     /// Element type of `out`: what the contract says, bf16 where there is none.
     pub fn output_dtype(&self) -> Dtype {
         self.contract().map_or(Dtype::Bf16, |contract| contract.output)
-    }
-
-    /// Name of a row: request, row, position.
-    pub fn row_name(&self, row: usize) -> String {
-        match self.rows.get(row).copied().flatten() {
-            None => format!("padding row {row}"),
-            Some((request, t)) => {
-                let spec = self.case.workload.requests[request];
-                format!(
-                    "request {request} row {t} of {} (position {})",
-                    spec.query_tokens,
-                    spec.context_tokens + t
-                )
-            }
-        }
-    }
-
-    /// Place of a flat index over named axes; an axis named `row` is spelled out.
-    pub fn place(&self, flat: usize, axes: &[(&'static str, usize)]) -> String {
-        let mut rest = flat;
-        let mut words = Vec::new();
-        for (name, extent) in axes.iter().rev() {
-            let index = rest % extent.max(&1);
-            rest /= extent.max(&1);
-            words.push(if *name == "row" { self.row_name(index) } else { format!("{name} {index}") });
-        }
-        words.reverse();
-        words.join(", ")
     }
 
     /// What the case reaches, for the line against vacuity.

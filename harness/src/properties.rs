@@ -16,6 +16,7 @@ mod route;
 mod rules;
 mod segments;
 mod sequence;
+mod sparse;
 mod states;
 mod statistics;
 mod write;
@@ -68,6 +69,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         layout::PROPERTIES,
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
+        sparse::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

@@ -16,6 +16,7 @@
 //! * [`statistics`] — what a whole output says that no single element does.
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
+//! * [`sparse`] — which tokens an indexer selects for a row.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`probe`] — inputs whose right answers are integers.
 
@@ -31,6 +32,7 @@ pub mod moments;
 pub mod pcp;
 pub mod probable;
 pub mod probe;
+pub mod sparse;
 pub mod split;
 pub mod statistics;
 pub mod visibility;

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 7] = [
+const CASES: [(&str, &str); 8] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -38,6 +38,10 @@ const CASES: [(&str, &str); 7] = [
         "moe/sigmoid.scores.e8.k2.g1.kept1.zero.sum.x1/gathered.whole.silu_gated.dp1.pcp2.tp2.replicated/n7.h24.i10.j10.random.random/7",
     ),
     ("acceptance of drafted tokens", "acceptance/block.r2.v37.onehot/3_0_5-2x4/gaussian/7"),
+    (
+        "selection of tokens",
+        "select_sparse/exact.packed.k8.i4.d16.bf16/tp4.dcp2.s2.b8.n12/12+3_0+1.pad2.shuf/random/7",
+    ),
 ];
 
 /// Operations and the tensors of each.
@@ -48,7 +52,8 @@ pub fn operations() -> String {
          in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
          in route and moe N tokens, E experts, k of a token, h hidden width, I inner width of an expert and J of the shared one, R rows\n\
          of the rank that has most, ranks = dp·pcp·tp of the plan;\n\
-         in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request.\n",
+         in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\
+         in select_sparse I heads of the indexer and D their width, k tokens of a row, m entries of a request's blocks.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

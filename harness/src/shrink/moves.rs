@@ -8,7 +8,7 @@ use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
 use super::size::key;
-use super::{experts, session};
+use super::{experts, session, sparse};
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
 pub(crate) fn moves(case: &Case) -> Vec<Case> {
@@ -19,6 +19,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Route(route) => experts::route_moves(case, route),
         Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),
+        Body::SelectSparse(select) => sparse::moves(case, select),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };

@@ -9,7 +9,7 @@ use shardcheck_cases::{
 use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
-use super::{experts, session};
+use super::{experts, session, sparse};
 
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -59,6 +59,7 @@ impl Size {
                 block: 1,
                 dims: acceptance.vocabulary,
             },
+            Body::SelectSparse(select) => sparse::size(select),
             Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
         }
@@ -121,6 +122,7 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             u64::from(acceptance.one_hot),
             acceptance.requests.iter().filter(|request| request.none_at.is_some()).count() as u64,
         ],
+        Body::SelectSparse(select) => sparse::plainness(select),
         Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -146,6 +148,7 @@ pub fn work(case: &Case) -> usize {
         Body::Acceptance(acceptance) => {
             (acceptance.rows().max(1000) + 1) * acceptance.vocabulary * acceptance.ranks
         }
+        Body::SelectSparse(select) => sparse::work(select),
         Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,
     }

@@ -30,6 +30,7 @@ mod route;
 mod router;
 mod rules;
 mod session;
+mod sparse;
 mod states;
 mod transfer;
 mod write;

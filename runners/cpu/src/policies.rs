@@ -15,6 +15,7 @@ use crate::prefill::PrefillPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
+use crate::sparse::SparsePolicies;
 use crate::states::SegmentPolicies;
 use crate::transfer::TransferPolicies;
 
@@ -90,6 +91,8 @@ pub struct Policies {
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
     pub acceptance: AcceptancePolicies,
+    /// Selection of tokens.
+    pub sparse: SparsePolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -110,6 +113,7 @@ impl Policies {
         prefill: PrefillPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
+        sparse: SparsePolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

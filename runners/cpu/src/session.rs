@@ -18,6 +18,7 @@ use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
 use crate::router::route;
+use crate::sparse;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
@@ -162,6 +163,12 @@ impl Group {
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::AcceptDrafts { method, ranks } => {
                 accept_drafts(inputs, (method, ranks), &policies.acceptance)
+            }
+            Operation::SelectSparse { selector } => {
+                let rows = inputs.get("index_query")?.shape().first().copied();
+                let batch = Batch::read(inputs, "seq_lens", rows, blocks)?;
+                let shape = (&self.configuration, self.grids.derived);
+                sparse::select(shape, inputs, &batch, selector, ranks, (&policies.layout, &policies.sparse))
             }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }

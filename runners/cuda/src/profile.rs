@@ -63,7 +63,7 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 1] = [OperationKind::AcceptDrafts];
+const WITHOUT_KERNELS: [OperationKind; 2] = [OperationKind::AcceptDrafts, OperationKind::SelectSparse];
 
 /// Operations that joined devices do not do: their ranks are played by one device.
 const WITHOUT_COLLECTIVES: [OperationKind; 1] = [OperationKind::Moe];
@@ -115,6 +115,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ImportCache
         | OperationKind::PcpLayout
         | OperationKind::AcceptDrafts
+        | OperationKind::SelectSparse
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -157,7 +157,7 @@ impl Group {
             }
             Operation::Route { ref router } => route(queue, inputs, router),
             Operation::Moe { ref router, plan } => experts::run(queue, inputs, router, plan),
-            Operation::InGroup { .. } | Operation::AcceptDrafts { .. } => {
+            Operation::InGroup { .. } | Operation::AcceptDrafts { .. } | Operation::SelectSparse { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -244,6 +244,9 @@ impl Session for CudaSession {
             }
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
+            }
+            Operation::SelectSparse { .. } => {
+                return unsupported("there is no kernel of an indexer".to_owned());
             }
             _ => {}
         }

@@ -16,6 +16,7 @@ mod prefill;
 mod profile;
 mod session;
 mod settings;
+mod sparse;
 mod tensor;
 mod vocabulary;
 
@@ -31,4 +32,5 @@ pub use prefill::{PcpDecodes, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
+pub use sparse::{SelectionMode, Selector, SlotList};
 pub use tensor::{Tensor, TensorError, Tensors};

@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{AcceptanceMethod, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
-use crate::{acceptance, moe};
+use crate::{AcceptanceMethod, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Selector, Tensor, Tensors};
+use crate::{acceptance, moe, sparse};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -125,6 +125,15 @@ pub enum Operation {
         /// Tensor-parallel ranks P that the vocabulary is sharded over.
         ranks: usize,
     },
+    /// Select the tokens that each row attends to by the scores of an indexer, whose keys lie in the session's layout, and list the
+    /// slots of those that a rank owns.
+    ///
+    /// The score of a row for a token is Σ w·relu(q·k)·scale over `I` heads of width `D`. Row `t` of the `q` of a request of length `L`
+    /// sees the positions below `L − q + 1 + t`, and selects `k = top_k` of them.
+    SelectSparse {
+        /// How tokens are selected and listed.
+        selector: Selector,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -169,6 +178,8 @@ pub enum OperationKind {
     Moe,
     /// [`Operation::AcceptDrafts`].
     AcceptDrafts,
+    /// [`Operation::SelectSparse`].
+    SelectSparse,
 }
 
 /// Who makes a tensor.
@@ -227,6 +238,7 @@ impl Operation {
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
+            Self::SelectSparse { .. } => OperationKind::SelectSparse,
         }
     }
 
@@ -239,7 +251,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -257,6 +269,7 @@ impl OperationKind {
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
+        Self::SelectSparse,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -279,6 +292,7 @@ impl OperationKind {
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
+            Self::SelectSparse => "select_sparse",
         }
     }
 
@@ -300,6 +314,7 @@ impl OperationKind {
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
+            Self::SelectSparse => sparse::SELECT,
         }
     }
 }
@@ -568,6 +583,13 @@ mod tests {
                 padded_rows: 7,
             },
             Operation::AcceptDrafts { method: AcceptanceMethod::Block, ranks: 4 },
+            Operation::SelectSparse {
+                selector: Selector {
+                    top_k: 2048,
+                    mode: crate::SelectionMode::Union,
+                    list: crate::SlotList::PackedDummy,
+                },
+            },
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);
