@@ -17,6 +17,7 @@
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
+//! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`probe`] — inputs whose right answers are integers.
 
 pub mod acceptance;
@@ -24,6 +25,7 @@ pub mod attention;
 pub mod bound;
 pub mod chunk;
 pub mod exp;
+pub mod kda;
 pub mod layout;
 pub mod merge;
 pub mod moe;
