@@ -10,7 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{AcceptanceCase, MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
+use crate::{AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -25,6 +25,8 @@ pub enum Family {
     Pcp,
     /// Acceptance of drafted tokens.
     Acceptance,
+    /// Kimi delta attention.
+    Kda,
     /// KV write and read back.
     Write,
     /// Decode, one row a request.
@@ -55,10 +57,11 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 17] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
+        Self::Kda,
         Self::Write,
         Self::PackLse,
         Self::MergeStates,
@@ -80,6 +83,7 @@ impl Family {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
             Self::Acceptance => "acceptance",
+            Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
             Self::Verify => "verify",
@@ -103,6 +107,7 @@ impl Family {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
+            Self::Kda => Some(OperationKind::Kda),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -318,6 +323,8 @@ pub enum Body {
     Moe(MoeCase),
     /// Acceptance of drafted tokens.
     Acceptance(AcceptanceCase),
+    /// Steps of a session of Kimi delta attention.
+    Kda(KdaCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -366,6 +373,7 @@ impl Case {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
+            Body::Kda(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -383,6 +391,7 @@ impl Case {
             Family::PackLse => Operation::PackLse,
             Family::Pcp
             | Family::Acceptance
+            | Family::Kda
             | Family::Route
             | Family::Moe
             | Family::Sequence
@@ -399,6 +408,7 @@ impl Case {
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),
+            Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

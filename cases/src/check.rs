@@ -40,6 +40,7 @@ impl Case {
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
+            Body::Kda(case) if self.family == Family::Kda => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -57,6 +58,7 @@ impl Case {
             Body::Acceptance(_) => {
                 out_of_range(format!("family {} does not go with an acceptance body", self.family))
             }
+            Body::Kda(_) => out_of_range(format!("family {} does not go with a kda body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))
             }

@@ -7,6 +7,7 @@ mod equal;
 mod general;
 mod identity;
 mod inputs;
+mod kda;
 mod layout;
 mod merge;
 mod moe;
@@ -68,6 +69,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         layout::PROPERTIES,
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
+        kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

@@ -87,6 +87,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Acceptance => {
             "to accept or reject drafted tokens by the target's logits, and to draw the token behind them"
         }
+        Family::Kda => {
+            "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }

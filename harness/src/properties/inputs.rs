@@ -19,6 +19,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Route,
         Family::Moe,
         Family::Acceptance,
+        Family::Kda,
         Family::Write,
         Family::Decode,
         Family::Verify,

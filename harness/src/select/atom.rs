@@ -3,8 +3,8 @@
 use std::fmt;
 
 use shardcheck_cases::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, MergePattern, Model, MoeCase,
-    PcpCase, Placement, Probe, SequenceCase, StateView,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, KdaCase, MergeCase, MergePattern, Model,
+    MoeCase, PcpCase, Placement, Probe, SequenceCase, StateView,
 };
 use shardcheck_engine::{CommBackend, Configuration, LaneOrder, RuleSetName};
 use shardcheck_formats::Dtype;
@@ -307,6 +307,7 @@ impl NumberAxis {
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),
             Body::Acceptance(acceptance) => self.of_acceptance(acceptance),
+            Body::Kda(kda) => self.of_kda(kda),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -335,6 +336,18 @@ impl NumberAxis {
             Self::Q => case.requests.iter().map(|r| r.drafts + 1).max(),
             Self::Rows => Some(case.rows()),
             Self::Requests => Some(case.requests.len()),
+            _ => None,
+        }
+    }
+
+    fn of_kda(self, case: &KdaCase) -> Option<usize> {
+        match self {
+            Self::World => Some(case.dcp),
+            Self::Tp => Some(case.tp),
+            Self::Q => case.steps.iter().flatten().map(|request| request.rows).max(),
+            Self::Heads => Some(case.value_heads),
+            Self::Rows => Some(case.rows()),
+            Self::Requests => case.steps.iter().map(Vec::len).max(),
             _ => None,
         }
     }

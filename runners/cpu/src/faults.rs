@@ -9,6 +9,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod kda;
 mod kv_groups;
 mod layout;
 mod lse;
@@ -169,6 +170,7 @@ pub fn faults() -> &'static [Fault] {
             router::FAULTS,
             moe::FAULTS,
             acceptance::FAULTS,
+            kda::FAULTS,
         ]
         .concat()
     });

@@ -8,6 +8,7 @@ use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
 use crate::experts::MoePolicies;
 use crate::grid::{Grid, Grids, LayoutPolicies};
+use crate::kda::KdaPolicies;
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
@@ -90,6 +91,8 @@ pub struct Policies {
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
     pub acceptance: AcceptancePolicies,
+    /// Kimi delta attention.
+    pub kda: KdaPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -110,6 +113,7 @@ impl Policies {
         prefill: PrefillPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
+        kda: KdaPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

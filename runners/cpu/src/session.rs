@@ -14,6 +14,7 @@ use crate::context::attend_context;
 use crate::derive::derive;
 use crate::experts;
 use crate::grid::{Grid, Grids};
+use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
@@ -40,6 +41,8 @@ struct Group {
     memories: Vec<Memory>,
     /// Block table of its last step.
     table: Option<BlockTable>,
+    /// States of Kimi delta attention.
+    kda: KdaMemory,
 }
 
 impl CpuSession {
@@ -58,6 +61,7 @@ impl CpuSession {
             caches: vec![RankCache::unwritten(configuration); configuration.tp],
             memories: vec![Memory::default(); configuration.tp],
             table: None,
+            kda: KdaMemory::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -162,6 +166,10 @@ impl Group {
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::AcceptDrafts { method, ranks } => {
                 accept_drafts(inputs, (method, ranks), &policies.acceptance)
+            }
+            Operation::Kda { plan } => {
+                let ranks = (configuration.tp, configuration.dcp);
+                self.kda.step(inputs, plan, ranks, &policies.kda)
             }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }

@@ -62,8 +62,13 @@ fn declaration(devices: Vec<String>, graphs: Graphs) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 4] =
-    [OperationKind::PcpLayout, OperationKind::AcceptDrafts, OperationKind::Route, OperationKind::Moe];
+const WITHOUT_KERNELS: [OperationKind; 5] = [
+    OperationKind::PcpLayout,
+    OperationKind::AcceptDrafts,
+    OperationKind::Kda,
+    OperationKind::Route,
+    OperationKind::Moe,
+];
 
 /// Sums of the matrix unit, over segments that are then added; the plain kernel, whose sums are shorter and round to nearest, keeps
 /// it as well.
@@ -103,6 +108,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::Route
         | OperationKind::Moe
         | OperationKind::AcceptDrafts
+        | OperationKind::Kda
         | OperationKind::PackLse => None,
     };
     let observables = kind

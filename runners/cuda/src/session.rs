@@ -150,7 +150,8 @@ impl Group {
             | Operation::PcpLayout { .. }
             | Operation::Route { .. }
             | Operation::Moe { .. }
-            | Operation::AcceptDrafts { .. } => {
+            | Operation::AcceptDrafts { .. }
+            | Operation::Kda { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -241,6 +242,7 @@ impl Session for CudaSession {
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
             }
+            Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
             _ => {}
         }
         let groups = self.groups.len();

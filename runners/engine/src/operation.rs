@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{AcceptanceMethod, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
-use crate::{acceptance, moe};
+use crate::{AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
+use crate::{acceptance, kda, moe};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -125,6 +125,14 @@ pub enum Operation {
         /// Tensor-parallel ranks P that the vocabulary is sharded over.
         ranks: usize,
     },
+    /// Kimi delta attention of new rows behind the states of their requests: short convolution, delta rule with decays, gated norm.
+    ///
+    /// `P = ranks = tp`, `H` query and key heads of all ranks, `HV` value heads, `K` and `V` their widths; `taps` of the convolution. Rank r has
+    /// the r-th H / P and HV / P heads, with their states whole: decode context parallelism shards none of it.
+    Kda {
+        /// How decays are made, and what the session keeps.
+        plan: KdaPlan,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -169,6 +177,8 @@ pub enum OperationKind {
     Moe,
     /// [`Operation::AcceptDrafts`].
     AcceptDrafts,
+    /// [`Operation::Kda`].
+    Kda,
 }
 
 /// Who makes a tensor.
@@ -227,6 +237,7 @@ impl Operation {
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
+            Self::Kda { .. } => OperationKind::Kda,
         }
     }
 
@@ -239,7 +250,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -257,6 +268,7 @@ impl OperationKind {
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
+        Self::Kda,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -279,6 +291,7 @@ impl OperationKind {
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
+            Self::Kda => "kda",
         }
     }
 
@@ -300,6 +313,7 @@ impl OperationKind {
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
+            Self::Kda => kda::TENSORS,
         }
     }
 }
@@ -517,6 +531,7 @@ const PCP_LAYOUT: &[TensorSpec] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::KdaGate;
 
     #[test]
     fn every_operation_names_its_tensors_once() {
@@ -568,6 +583,7 @@ mod tests {
                 padded_rows: 7,
             },
             Operation::AcceptDrafts { method: AcceptanceMethod::Block, ranks: 4 },
+            Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
         ] {
             let text = serde_json::to_string(&operation).unwrap();
             assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

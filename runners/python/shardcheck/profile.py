@@ -27,6 +27,7 @@ OPERATIONS = (
     "route",
     "moe",
     "accept_drafts",
+    "kda",
 )
 """Every operation, which is also the name of the session's method."""
 

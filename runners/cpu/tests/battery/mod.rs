@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 mod drafts;
+mod kda;
 mod sequence;
 mod transfer;
 
@@ -52,6 +53,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.routers()),
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
+        Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
