@@ -10,7 +10,9 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{AcceptanceCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, Workload};
+use crate::{
+    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, Workload,
+};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -27,6 +29,8 @@ pub enum Family {
     Acceptance,
     /// Selection of the tokens that rows attend to.
     SelectSparse,
+    /// Kimi delta attention.
+    Kda,
     /// KV write and read back.
     Write,
     /// Decode, one row a request.
@@ -57,11 +61,12 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
         Self::SelectSparse,
+        Self::Kda,
         Self::Write,
         Self::PackLse,
         Self::MergeStates,
@@ -84,6 +89,7 @@ impl Family {
             Self::Pcp => "pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
+            Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
             Self::Verify => "verify",
@@ -108,6 +114,7 @@ impl Family {
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
+            Self::Kda => Some(OperationKind::Kda),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -325,6 +332,8 @@ pub enum Body {
     Acceptance(AcceptanceCase),
     /// Selection of the tokens that rows attend to.
     SelectSparse(SelectCase),
+    /// Steps of a session of Kimi delta attention.
+    Kda(KdaCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -374,6 +383,7 @@ impl Case {
             Body::Pcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
+            Body::Kda(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -392,6 +402,7 @@ impl Case {
             Family::Pcp
             | Family::Acceptance
             | Family::SelectSparse
+            | Family::Kda
             | Family::Route
             | Family::Moe
             | Family::Sequence
@@ -409,6 +420,7 @@ impl Case {
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),
             Body::SelectSparse(case) => Some(case.configuration()),
+            Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

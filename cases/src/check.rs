@@ -41,6 +41,7 @@ impl Case {
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
             Body::SelectSparse(case) if self.family == Family::SelectSparse => case.check(),
+            Body::Kda(case) if self.family == Family::Kda => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -61,6 +62,7 @@ impl Case {
             Body::SelectSparse(_) => {
                 out_of_range(format!("family {} does not go with a select_sparse body", self.family))
             }
+            Body::Kda(_) => out_of_range(format!("family {} does not go with a kda body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))
             }

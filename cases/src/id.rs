@@ -26,9 +26,9 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern,
-    Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase, SequenceCase, StateView, Workload,
-    rules,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase, MergeCase,
+    MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase, SequenceCase,
+    StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -67,6 +67,7 @@ impl Case {
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::SelectSparse(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::Kda(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
     }
@@ -109,6 +110,12 @@ impl FromStr for Case {
             };
             let body = SelectCase::read(selector, layout, workload, pattern).map_err(fail)?;
             Self::select_sparse(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Kda {
+            let [_, layer, ranks, steps, pattern, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a kda id has 6", parts.len())));
+            };
+            let body = KdaCase::read(layer, ranks, steps, pattern).map_err(fail)?;
+            Self::kda(body, number("seed", seed).map_err(fail)?)
         } else if family == Family::Pcp {
             let [_, split, batch] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));

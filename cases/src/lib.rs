@@ -7,6 +7,7 @@ mod check;
 pub mod covering;
 mod id;
 mod inputs;
+mod kda;
 mod merge;
 mod models;
 mod moe;
@@ -29,6 +30,7 @@ pub use case::{
 pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
 pub use id::default_blocks;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
+pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, generate_kda};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use moe::{ExpertWeights, MoeCase};

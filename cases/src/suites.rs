@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod experts;
+mod kda;
 mod prefill;
 mod sparse;
 
@@ -129,6 +130,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.select_sparse {
         part.collect(seed, &mut suite);
     }
+    for part in &file.kda {
+        part.collect(seed, &mut suite);
+    }
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
@@ -153,6 +157,9 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Sequence(body) => key_of(&body.model, &body.configuration),
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
+        }
+        Body::Kda(body) => {
+            [body.tp, body.dcp, body.key_dim, body.value_dim].map(|size| format!("{size:08}")).to_vec()
         }
         Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
         Body::SelectSparse(body) => key_of("", &body.configuration()),
@@ -234,6 +241,8 @@ struct SuiteFile {
     acceptance: Vec<acceptance::AcceptancePart>,
     #[serde(default)]
     select_sparse: Vec<sparse::SelectPart>,
+    #[serde(default)]
+    kda: Vec<kda::KdaPart>,
     #[serde(default)]
     edge: Vec<Edge>,
     #[serde(default)]

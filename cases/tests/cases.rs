@@ -110,7 +110,12 @@ fn every_family_names_the_operation_that_it_is_about() {
             || family.is_merge()
             || matches!(
                 family,
-                Family::Pcp | Family::Acceptance | Family::SelectSparse | Family::Route | Family::Moe
+                Family::Pcp
+                    | Family::Acceptance
+                    | Family::SelectSparse
+                    | Family::Kda
+                    | Family::Route
+                    | Family::Moe
             );
         assert_eq!(family.operation().is_some(), has_step);
         assert_eq!(family.name().parse::<Family>().unwrap(), family);

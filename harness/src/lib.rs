@@ -10,6 +10,7 @@ pub mod claims;
 pub mod cli;
 pub mod commands;
 pub mod coverage;
+pub mod delta;
 pub mod diagnose;
 pub mod diff;
 pub mod emit;

@@ -1,5 +1,6 @@
 //! Material of a case: its inputs, and what the oracle says of them. Made once, shared by every engine the case is tried on.
 
+mod contracts;
 mod words;
 
 use std::collections::HashSet;
@@ -7,12 +8,13 @@ use std::sync::OnceLock;
 
 use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, cache_code, generate};
 use shardcheck_engine::{
-    CommBackend, Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
+    Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
 };
-use shardcheck_formats::{Contract, Dtype, Merge};
+use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::layout::Layout;
 
 use crate::accepting::AcceptanceMaterial;
+use crate::delta::KdaMaterial;
 use crate::event::Coverage;
 use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
@@ -22,6 +24,8 @@ use crate::routing::RouteMaterial;
 use crate::selecting::SelectMaterial;
 use crate::sequence::SequenceMaterial;
 use crate::sharing::SharingMaterial;
+
+pub(crate) use contracts::{contract_for, operation_of};
 
 /// Material by kind of case.
 pub enum Material {
@@ -39,6 +43,8 @@ pub enum Material {
     Accepting(Box<AcceptanceMaterial>),
     /// Selection of the tokens that rows attend to.
     Selecting(Box<SelectMaterial>),
+    /// Kimi delta attention.
+    Delta(Box<KdaMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -64,6 +70,7 @@ impl Material {
             Body::SelectSparse(own) => {
                 SelectMaterial::new(own, seed, profile).map(Box::new).map(Self::Selecting)
             }
+            Body::Kda(kda) => KdaMaterial::new(kda, seed, profile).map(Box::new).map(Self::Delta),
             Body::Route(route) => RouteMaterial::new(route, seed, profile).map(Box::new).map(Self::Route),
             Body::Moe(moe) => MoeMaterial::new(moe, seed, profile).map(Box::new).map(Self::Layer),
             Body::Sequence(own) => {
@@ -102,25 +109,6 @@ pub struct AttentionMaterial {
     profile: Profile,
     expected: OnceLock<Result<Expected, String>>,
     context: OnceLock<Result<ExpectedState, String>>,
-}
-
-/// Operation whose profile counts for a family; that of the layout where a case is of several or of none.
-pub(crate) fn operation_of(family: Family) -> OperationKind {
-    family.operation().unwrap_or(OperationKind::Layout)
-}
-
-/// Contract of a family's operation with the merge that `backend` uses; `None` when the engine does not do it.
-///
-/// A profile declares one contract for an operation; which collectives merge is the configuration's choice, so the
-/// merge arithmetic follows the backend: AG+RS sums in the partial's own format.
-pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBackend) -> Option<Contract> {
-    let mut contract = profile.operation(operation_of(family))?.contract.clone()?;
-    contract.merge = match (backend, contract.merge) {
-        (CommBackend::A2a, _) => Merge::A2a,
-        (CommBackend::AgRs, Merge::AgRsF32) => Merge::AgRsF32,
-        (CommBackend::AgRs, _) => Merge::AgRsBf16,
-    };
-    Some(contract)
 }
 
 impl AttentionMaterial {

@@ -7,6 +7,7 @@ mod equal;
 mod general;
 mod identity;
 mod inputs;
+mod kda;
 mod layout;
 mod merge;
 mod moe;
@@ -70,6 +71,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
         sparse::PROPERTIES,
+        kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

@@ -18,6 +18,7 @@
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`sparse`] — which tokens an indexer selects for a row.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
+//! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`probe`] — inputs whose right answers are integers.
 
 pub mod acceptance;
@@ -25,6 +26,7 @@ pub mod attention;
 pub mod bound;
 pub mod chunk;
 pub mod exp;
+pub mod kda;
 pub mod layout;
 pub mod merge;
 pub mod moe;

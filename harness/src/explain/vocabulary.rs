@@ -90,6 +90,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::SelectSparse => {
             "to select the tokens that each row attends to by the scores of an indexer whose keys lie over the ranks"
         }
+        Family::Kda => {
+            "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }

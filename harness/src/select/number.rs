@@ -1,7 +1,8 @@
 //! The numbers of a case, by axis.
 
 use shardcheck_cases::{
-    AcceptanceCase, AttentionCase, Body, Case, Family, MergeCase, MoeCase, PcpCase, SelectCase, SequenceCase,
+    AcceptanceCase, AttentionCase, Body, Case, Family, KdaCase, MergeCase, MoeCase, PcpCase, SelectCase,
+    SequenceCase,
 };
 
 use super::atom::NumberAxis;
@@ -21,6 +22,7 @@ impl NumberAxis {
             Body::Moe(moe) => self.of_moe(moe),
             Body::Acceptance(acceptance) => self.of_acceptance(acceptance),
             Body::SelectSparse(select) => self.of_select(select),
+            Body::Kda(kda) => self.of_kda(kda),
             Body::Rules(_) => None,
         };
         value.map(|value| value as u64)
@@ -65,6 +67,18 @@ impl NumberAxis {
             Self::Q => case.requests.iter().map(|r| r.drafts + 1).max(),
             Self::Rows => Some(case.rows()),
             Self::Requests => Some(case.requests.len()),
+            _ => None,
+        }
+    }
+
+    fn of_kda(self, case: &KdaCase) -> Option<usize> {
+        match self {
+            Self::World => Some(case.dcp),
+            Self::Tp => Some(case.tp),
+            Self::Q => case.steps.iter().flatten().map(|request| request.rows).max(),
+            Self::Heads => Some(case.value_heads),
+            Self::Rows => Some(case.rows()),
+            Self::Requests => case.steps.iter().map(Vec::len).max(),
             _ => None,
         }
     }

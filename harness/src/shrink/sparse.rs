@@ -35,7 +35,7 @@ pub(super) fn moves(whole: &Case, case: &SelectCase) -> Vec<Case> {
     for k in [1, 2, case.selector.top_k / 2, case.selector.top_k.saturating_sub(1)] {
         add(&|c| c.selector.top_k = k);
     }
-    for ranks in [1, 2, 3, case.dcp / 2] {
+    for ranks in [1, 2, 3, (case.dcp / 2).max(1)] {
         add(&|c| (c.tp, c.dcp) = (ranks, ranks));
     }
     for (interleave, block_size) in [(1, 1), (1, 2), (1, case.block_size), (2, 2), (2, 4)] {

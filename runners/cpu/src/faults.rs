@@ -9,6 +9,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod kda;
 mod kv_groups;
 mod layout;
 mod lse;
@@ -175,6 +176,7 @@ pub fn faults() -> &'static [Fault] {
             moe::FAULTS,
             acceptance::FAULTS,
             sparse::FAULTS,
+            kda::FAULTS,
         ]
         .concat()
     });

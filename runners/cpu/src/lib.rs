@@ -18,6 +18,7 @@ mod experts;
 mod faults;
 mod grid;
 pub mod hostile;
+mod kda;
 mod kernel;
 mod lanes;
 mod memory;

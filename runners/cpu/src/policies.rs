@@ -8,6 +8,7 @@ use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
 use crate::experts::MoePolicies;
 use crate::grid::{Grid, Grids, LayoutPolicies};
+use crate::kda::KdaPolicies;
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
@@ -93,6 +94,8 @@ pub struct Policies {
     pub acceptance: AcceptancePolicies,
     /// Selection of tokens.
     pub sparse: SparsePolicies,
+    /// Kimi delta attention.
+    pub kda: KdaPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -114,6 +117,7 @@ impl Policies {
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
+        kda: KdaPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

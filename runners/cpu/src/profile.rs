@@ -61,6 +61,13 @@ fn operation(kind: OperationKind) -> OperationProfile {
             output: Dtype::F32,
             ..Contract::bf16_default(Merge::A2a)
         }),
+        // sums go element by element; nothing is stored in less than 32 bits but the output
+        OperationKind::Kda => Some(Contract {
+            u_acc: 1.0 / (1u64 << 24) as f64,
+            depth: Depth::Any,
+            partial: Dtype::F32,
+            ..Contract::bf16_default(Merge::A2a)
+        }),
         OperationKind::Layout
         | OperationKind::WriteKv
         | OperationKind::ReadCache

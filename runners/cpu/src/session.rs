@@ -14,6 +14,7 @@ use crate::context::attend_context;
 use crate::derive::derive;
 use crate::experts;
 use crate::grid::{Grid, Grids};
+use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
@@ -41,6 +42,8 @@ struct Group {
     memories: Vec<Memory>,
     /// Block table of its last step.
     table: Option<BlockTable>,
+    /// States of Kimi delta attention.
+    kda: KdaMemory,
 }
 
 impl CpuSession {
@@ -59,6 +62,7 @@ impl CpuSession {
             caches: vec![RankCache::unwritten(configuration); configuration.tp],
             memories: vec![Memory::default(); configuration.tp],
             table: None,
+            kda: KdaMemory::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -169,6 +173,10 @@ impl Group {
                 let batch = Batch::read(inputs, "seq_lens", rows, blocks)?;
                 let shape = (&self.configuration, self.grids.derived);
                 sparse::select(shape, inputs, &batch, selector, ranks, (&policies.layout, &policies.sparse))
+            }
+            Operation::Kda { plan } => {
+                let ranks = (configuration.tp, configuration.dcp);
+                self.kda.step(inputs, plan, ranks, &policies.kda)
             }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }

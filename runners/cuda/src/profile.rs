@@ -63,7 +63,8 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 2] = [OperationKind::AcceptDrafts, OperationKind::SelectSparse];
+const WITHOUT_KERNELS: [OperationKind; 3] =
+    [OperationKind::AcceptDrafts, OperationKind::SelectSparse, OperationKind::Kda];
 
 /// Operations that joined devices do not do: their ranks are played by one device.
 const WITHOUT_COLLECTIVES: [OperationKind; 1] = [OperationKind::Moe];
@@ -116,6 +117,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::PcpLayout
         | OperationKind::AcceptDrafts
         | OperationKind::SelectSparse
+        | OperationKind::Kda
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -28,6 +28,7 @@ OPERATIONS = (
     "moe",
     "accept_drafts",
     "select_sparse",
+    "kda",
 )
 """Every operation, which is also the name of the session's method."""
 

@@ -3,6 +3,7 @@
 #![allow(dead_code)]
 
 mod drafts;
+mod kda;
 mod selection;
 mod sequence;
 mod transfer;
@@ -54,6 +55,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
         Trial::new(|battery| battery.selections()),
+        Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
