@@ -1,3 +1,5 @@
+//! Operations read back as they were written, and their tensors are named once.
+
 use super::*;
 use crate::KdaGate;
 
