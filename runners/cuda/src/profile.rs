@@ -156,7 +156,7 @@ mod tests {
         let missing = |profile: &Profile| -> Vec<OperationKind> {
             OperationKind::ALL.into_iter().filter(|kind| profile.operation(*kind).is_none()).collect()
         };
-        assert_eq!(missing(&profile), [OperationKind::AcceptDrafts]);
+        assert_eq!(missing(&profile), WITHOUT_KERNELS);
         let joined = declaration(vec![text_of(&properties)], Graphs::Off, true);
         joined.check().unwrap();
         assert_eq!(missing(&joined), [OperationKind::Moe, OperationKind::AcceptDrafts]);
