@@ -10,7 +10,9 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::{AcceptanceCase, MoeCase, PcpCase, Probe, RouteCase, SequenceCase, Workload};
+use crate::{
+    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, Workload,
+};
 
 /// Version of the case JSON. A reader refuses a version it does not know.
 pub const CASE_SCHEMA_VERSION: u32 = 1;
@@ -25,6 +27,10 @@ pub enum Family {
     Pcp,
     /// Acceptance of drafted tokens.
     Acceptance,
+    /// Selection of the tokens that rows attend to.
+    SelectSparse,
+    /// Kimi delta attention.
+    Kda,
     /// KV write and read back.
     Write,
     /// Decode, one row a request.
@@ -55,10 +61,12 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 16] = [
+    pub const ALL: [Self; 18] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
+        Self::SelectSparse,
+        Self::Kda,
         Self::Write,
         Self::PackLse,
         Self::MergeStates,
@@ -80,6 +88,8 @@ impl Family {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
             Self::Acceptance => "acceptance",
+            Self::SelectSparse => "select_sparse",
+            Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
             Self::Verify => "verify",
@@ -103,6 +113,8 @@ impl Family {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
+            Self::SelectSparse => Some(OperationKind::SelectSparse),
+            Self::Kda => Some(OperationKind::Kda),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -318,6 +330,10 @@ pub enum Body {
     Moe(MoeCase),
     /// Acceptance of drafted tokens.
     Acceptance(AcceptanceCase),
+    /// Selection of the tokens that rows attend to.
+    SelectSparse(SelectCase),
+    /// Steps of a session of Kimi delta attention.
+    Kda(KdaCase),
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Configuration rules.
@@ -366,6 +382,8 @@ impl Case {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
+            Body::SelectSparse(case) => return Some(case.operation()),
+            Body::Kda(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -383,6 +401,8 @@ impl Case {
             Family::PackLse => Operation::PackLse,
             Family::Pcp
             | Family::Acceptance
+            | Family::SelectSparse
+            | Family::Kda
             | Family::Route
             | Family::Moe
             | Family::Sequence
@@ -399,6 +419,8 @@ impl Case {
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),
+            Body::SelectSparse(case) => Some(case.configuration()),
+            Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Rules(_) => None,
         }

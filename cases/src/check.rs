@@ -40,6 +40,8 @@ impl Case {
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
+            Body::SelectSparse(case) if self.family == Family::SelectSparse => case.check(),
+            Body::Kda(case) if self.family == Family::Kda => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
@@ -57,6 +59,10 @@ impl Case {
             Body::Acceptance(_) => {
                 out_of_range(format!("family {} does not go with an acceptance body", self.family))
             }
+            Body::SelectSparse(_) => {
+                out_of_range(format!("family {} does not go with a select_sparse body", self.family))
+            }
+            Body::Kda(_) => out_of_range(format!("family {} does not go with a kda body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))
             }
@@ -101,7 +107,7 @@ fn check_widths(attention: Attention) -> Result<(), CaseError> {
     }
 }
 
-fn check_workload(family: Family, workload: &Workload) -> Result<(), CaseError> {
+pub(crate) fn check_workload(family: Family, workload: &Workload) -> Result<(), CaseError> {
     let requests = workload.requests.len();
     if requests == 0 || requests > MAX_REQUESTS {
         return out_of_range(format!("{requests} requests; there must be 1 to {MAX_REQUESTS}"));

@@ -26,8 +26,9 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, MergeCase, MergePattern,
-    Model, MoeCase, PcpCase, Placement, Request, RouteCase, SequenceCase, StateView, Workload, rules,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase, MergeCase,
+    MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase, SequenceCase,
+    StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -65,6 +66,8 @@ impl Case {
             Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::SelectSparse(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::Kda(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
     }
@@ -101,6 +104,18 @@ impl FromStr for Case {
             };
             let body = AcceptanceCase::read(sampler, batch, pattern).map_err(fail)?;
             Self::acceptance(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::SelectSparse {
+            let [_, selector, layout, workload, pattern, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a selection id has 6", parts.len())));
+            };
+            let body = SelectCase::read(selector, layout, workload, pattern).map_err(fail)?;
+            Self::select_sparse(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::Kda {
+            let [_, layer, ranks, steps, pattern, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; a kda id has 6", parts.len())));
+            };
+            let body = KdaCase::read(layer, ranks, steps, pattern).map_err(fail)?;
+            Self::kda(body, number("seed", seed).map_err(fail)?)
         } else if family == Family::Pcp {
             let [_, split, batch] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));
@@ -190,7 +205,7 @@ fn push_exchange(tokens: &mut Vec<String>, backend: CommBackend, lane_order: Lan
     }
 }
 
-fn spell_workload(workload: &Workload) -> String {
+pub(crate) fn spell_workload(workload: &Workload) -> String {
     let mut requests: Vec<String> = Vec::new();
     let mut rest = workload.requests.as_slice();
     while let Some(first) = rest.first() {
@@ -309,7 +324,7 @@ fn named<T: Copy>(what: &str, all: &[T], name: fn(T) -> &'static str, text: &str
     })
 }
 
-fn read_workload(text: &str) -> Result<Workload, String> {
+pub(crate) fn read_workload(text: &str) -> Result<Workload, String> {
     let (requests_text, rest) = text.split_once('.').ok_or("the placement is missing: seq, shuf or desc")?;
     let mut requests = Vec::new();
     for entry in requests_text.split('_') {

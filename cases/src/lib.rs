@@ -7,6 +7,7 @@ mod check;
 pub mod covering;
 mod id;
 mod inputs;
+mod kda;
 mod merge;
 mod models;
 mod moe;
@@ -15,6 +16,7 @@ mod probe;
 mod route;
 pub mod rules;
 mod sequence;
+mod sparse;
 mod suites;
 mod workload;
 
@@ -28,6 +30,7 @@ pub use case::{
 pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
 pub use id::default_blocks;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
+pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, generate_kda};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use moe::{ExpertWeights, MoeCase};
@@ -38,5 +41,6 @@ pub use sequence::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,
     generate_sequence, peak_blocks, turns,
 };
+pub use sparse::{IndexPattern, SelectCase};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -2,7 +2,9 @@
 
 mod acceptance;
 mod experts;
+mod kda;
 mod prefill;
+mod sparse;
 
 use std::collections::{BTreeMap, HashSet};
 use std::fmt;
@@ -125,6 +127,12 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.acceptance {
         part.collect(seed, &mut suite);
     }
+    for part in &file.select_sparse {
+        part.collect(seed, &mut suite);
+    }
+    for part in &file.kda {
+        part.collect(seed, &mut suite);
+    }
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
@@ -150,7 +158,11 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
+        Body::Kda(body) => {
+            [body.tp, body.dcp, body.key_dim, body.value_dim].map(|size| format!("{size:08}")).to_vec()
+        }
         Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
+        Body::SelectSparse(body) => key_of("", &body.configuration()),
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
         Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
@@ -227,6 +239,10 @@ struct SuiteFile {
     moe: Vec<experts::MoePart>,
     #[serde(default)]
     acceptance: Vec<acceptance::AcceptancePart>,
+    #[serde(default)]
+    select_sparse: Vec<sparse::SelectPart>,
+    #[serde(default)]
+    kda: Vec<kda::KdaPart>,
     #[serde(default)]
     edge: Vec<Edge>,
     #[serde(default)]

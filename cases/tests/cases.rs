@@ -108,7 +108,15 @@ fn every_family_names_the_operation_that_it_is_about() {
         assert!(!(family.is_attention() && family.is_merge()));
         let has_step = family.is_attention()
             || family.is_merge()
-            || matches!(family, Family::Pcp | Family::Acceptance | Family::Route | Family::Moe);
+            || matches!(
+                family,
+                Family::Pcp
+                    | Family::Acceptance
+                    | Family::SelectSparse
+                    | Family::Kda
+                    | Family::Route
+                    | Family::Moe
+            );
         assert_eq!(family.operation().is_some(), has_step);
         assert_eq!(family.name().parse::<Family>().unwrap(), family);
     }

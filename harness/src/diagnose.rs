@@ -243,17 +243,20 @@ fn agrees(class: FaultClass, stage: Stage) -> bool {
     use FaultClass as C;
     use Stage as S;
     let stages: &[Stage] = match class {
-        C::LayoutIndex => &[S::Layout, S::RowBound, S::Write, S::Gather, S::Partial],
+        C::LayoutIndex => &[S::Layout, S::Selection, S::RowBound, S::Write, S::Gather, S::Partial],
         C::CausalBound | C::SpecDecode => &[S::Layout, S::RowBound, S::Gather, S::Partial, S::Merge],
         C::LseMath => &[S::Partial, S::Exchange, S::Merge, S::Output],
-        C::EmptyShard => &[S::RowBound, S::Partial, S::Merge, S::Output],
-        C::DtypeScale => &[S::Write, S::Gather, S::Partial, S::Exchange, S::Merge],
+        C::EmptyShard => &[S::Layout, S::RowBound, S::Partial, S::Merge, S::Output],
+        C::DtypeScale => &[S::Selection, S::Write, S::Gather, S::Partial, S::Exchange, S::Merge],
         C::HeadLayout => &[S::Query, S::Partial, S::Merge, S::Output, S::Configuration],
-        C::CollectiveOrder => &[S::Routing, S::Query, S::Gather, S::Exchange, S::Merge, S::Output],
+        C::CollectiveOrder => {
+            &[S::Routing, S::Selection, S::RowBound, S::Query, S::Gather, S::Exchange, S::Merge, S::Output]
+        }
         C::Padding => {
             &[S::Layout, S::Routing, S::RowBound, S::Write, S::Gather, S::Exchange, S::Merge, S::Output]
         }
         C::ConfigGate => &[S::Configuration, S::Exchange],
+        C::TopKSelect => &[S::Layout, S::Selection, S::RowBound, S::Exchange],
         C::MoeRoute => &[S::Routing, S::Exchange, S::Merge],
         C::StaleMetadata => &[S::RowBound, S::Partial, S::Output],
         C::Hang => &S::ALL,

@@ -12,6 +12,8 @@ pub enum Stage {
     Layout,
     /// Choice of the experts of a row.
     Routing,
+    /// Choice of the tokens that a row attends to.
+    Selection,
     /// Local length of a query row: which keys it may see.
     RowBound,
     /// Cast and store into the cache.
@@ -34,9 +36,10 @@ pub enum Stage {
 
 impl Stage {
     /// All stages in the order of a step.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Layout,
         Self::Routing,
+        Self::Selection,
         Self::RowBound,
         Self::Write,
         Self::Query,
@@ -53,6 +56,7 @@ impl Stage {
         match self {
             Self::Layout => "layout",
             Self::Routing => "routing",
+            Self::Selection => "selection",
             Self::RowBound => "row bound",
             Self::Write => "write",
             Self::Query => "query gather",

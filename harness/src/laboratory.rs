@@ -15,11 +15,13 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::accepting::AcceptanceMaterial;
+use crate::delta::KdaMaterial;
 use crate::finding::{Failure, Finding, Stage};
 use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
 use crate::routing::RouteMaterial;
+use crate::selecting::SelectMaterial;
 use crate::sequence::{Play, SequenceMaterial};
 use crate::sharing::SharingMaterial;
 use crate::status::Status;
@@ -188,6 +190,7 @@ pub struct Laboratory<'a> {
     base: OnceCell<Result<Observed, Halt>>,
     written: OnceCell<Result<Written, Halt>>,
     played: OnceCell<Result<Play, Halt>>,
+    stepped: OnceCell<Result<Vec<Observed>, Halt>>,
     session: RefCell<Option<Run>>,
 }
 
@@ -212,6 +215,7 @@ impl<'a> Laboratory<'a> {
             base: OnceCell::new(),
             written: OnceCell::new(),
             played: OnceCell::new(),
+            stepped: OnceCell::new(),
             session: RefCell::new(None),
         }
     }
@@ -280,6 +284,42 @@ impl<'a> Laboratory<'a> {
             Material::Accepting(material) => material,
             _ => panic!("a property of accepting drafts on the case {}", self.case.id()),
         }
+    }
+
+    /// Material of a case of selecting tokens.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn selecting(&self) -> &'a SelectMaterial {
+        match self.material {
+            Material::Selecting(material) => material,
+            _ => panic!("a property of selecting tokens on the case {}", self.case.id()),
+        }
+    }
+
+    /// Material of a case of Kimi delta attention.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn delta(&self) -> &'a KdaMaterial {
+        match self.material {
+            Material::Delta(material) => material,
+            _ => panic!("a property of Kimi delta attention on the case {}", self.case.id()),
+        }
+    }
+
+    /// Every step of a case of Kimi delta attention, performed once.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not do one or fails; the same one each time.
+    pub fn stepped(&self) -> Result<&[Observed], Halt> {
+        let perform = || {
+            let material = self.delta();
+            let mut run = Run::open(&self.engine, &material.configuration())?;
+            let steps = material.inputs.steps.iter();
+            steps.map(|step| run.step(&material.operation(), &material.tensors(step))).collect()
+        };
+        self.stepped.get_or_init(perform).as_ref().map(Vec::as_slice).map_err(Clone::clone)
     }
 
     /// Material of a sequence.
@@ -357,6 +397,10 @@ impl<'a> Laboratory<'a> {
                     written().map(|written| written.after.clone()).map_err(text),
                 ]
             }
+            (Material::Delta(_), _) => match self.stepped() {
+                Ok(steps) => steps.iter().map(|step| Ok(step.reply.clone())).collect(),
+                Err(halt) => vec![Err(text(halt))],
+            },
             _ => vec![self.observed().map(|observed| observed.reply.clone()).map_err(text)],
         }
     }
@@ -387,6 +431,14 @@ impl<'a> Laboratory<'a> {
             Material::Accepting(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs.tensors)
+            }
+            Material::Selecting(material) => {
+                let mut run = Run::open(&self.engine, &material.configuration)?;
+                run.step(&material.operation, &material.inputs)
+            }
+            Material::Delta(_) => {
+                let nothing = || Halt::Inconclusive("the case has no step".to_owned());
+                self.stepped()?.last().cloned().ok_or_else(nothing)
             }
             Material::Sequence(_) => Err(Halt::Inconclusive("a sequence has more than one step".to_owned())),
             Material::Rules => Err(Halt::Inconclusive("a rules case has no step".to_owned())),

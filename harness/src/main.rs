@@ -3,5 +3,7 @@
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ExitCode::from(shardcheck::cli::main().code())
+    let code = shardcheck::cli::main().code();
+    shardcheck_cuda::end_after_abort(code);
+    ExitCode::from(code)
 }

@@ -1,24 +1,31 @@
 //! Material of a case: its inputs, and what the oracle says of them. Made once, shared by every engine the case is tried on.
 
+mod contracts;
+mod words;
+
 use std::collections::HashSet;
 use std::sync::OnceLock;
 
 use shardcheck_cases::{AttentionCase, Body, Case, Family, Inputs, Request, cache_code, generate};
 use shardcheck_engine::{
-    CommBackend, Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
+    Configuration, Conventions, Mask, Operation, OperationKind, Profile, Reply, Tensors,
 };
-use shardcheck_formats::{Contract, Dtype, Merge};
+use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::layout::Layout;
 
 use crate::accepting::AcceptanceMaterial;
+use crate::delta::KdaMaterial;
 use crate::event::Coverage;
 use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
 use crate::layer::MoeMaterial;
 use crate::merging::MergeMaterial;
 use crate::routing::RouteMaterial;
+use crate::selecting::SelectMaterial;
 use crate::sequence::SequenceMaterial;
 use crate::sharing::SharingMaterial;
+
+pub(crate) use contracts::{contract_for, operation_of};
 
 /// Material by kind of case.
 pub enum Material {
@@ -34,6 +41,10 @@ pub enum Material {
     Layer(Box<MoeMaterial>),
     /// Acceptance of drafted tokens.
     Accepting(Box<AcceptanceMaterial>),
+    /// Selection of the tokens that rows attend to.
+    Selecting(Box<SelectMaterial>),
+    /// Kimi delta attention.
+    Delta(Box<KdaMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
     /// Configuration rules need none.
@@ -56,6 +67,10 @@ impl Material {
             Body::Merge(own) => MergeMaterial::new(family, own, seed, profile).map(Box::new).map(Self::Merge),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
             Body::Acceptance(drafts) => Ok(Self::Accepting(Box::new(AcceptanceMaterial::new(drafts, seed)))),
+            Body::SelectSparse(own) => {
+                SelectMaterial::new(own, seed, profile).map(Box::new).map(Self::Selecting)
+            }
+            Body::Kda(kda) => KdaMaterial::new(kda, seed, profile).map(Box::new).map(Self::Delta),
             Body::Route(route) => RouteMaterial::new(route, seed, profile).map(Box::new).map(Self::Route),
             Body::Moe(moe) => MoeMaterial::new(moe, seed, profile).map(Box::new).map(Self::Layer),
             Body::Sequence(own) => {
@@ -94,25 +109,6 @@ pub struct AttentionMaterial {
     profile: Profile,
     expected: OnceLock<Result<Expected, String>>,
     context: OnceLock<Result<ExpectedState, String>>,
-}
-
-/// Operation whose profile counts for a family; that of the layout where a case is of several or of none.
-pub(crate) fn operation_of(family: Family) -> OperationKind {
-    family.operation().unwrap_or(OperationKind::Layout)
-}
-
-/// Contract of a family's operation with the merge that `backend` uses; `None` when the engine does not do it.
-///
-/// A profile declares one contract for an operation; which collectives merge is the configuration's choice, so the
-/// merge arithmetic follows the backend: AG+RS sums in the partial's own format.
-pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBackend) -> Option<Contract> {
-    let mut contract = profile.operation(operation_of(family))?.contract.clone()?;
-    contract.merge = match (backend, contract.merge) {
-        (CommBackend::A2a, _) => Merge::A2a,
-        (CommBackend::AgRs, Merge::AgRsF32) => Merge::AgRsF32,
-        (CommBackend::AgRs, _) => Merge::AgRsBf16,
-    };
-    Some(contract)
 }
 
 impl AttentionMaterial {
@@ -540,34 +536,6 @@ impl AttentionMaterial {
     /// Element type of `out`: what the contract says, bf16 where there is none.
     pub fn output_dtype(&self) -> Dtype {
         self.contract().map_or(Dtype::Bf16, |contract| contract.output)
-    }
-
-    /// Name of a row: request, row, position.
-    pub fn row_name(&self, row: usize) -> String {
-        match self.rows.get(row).copied().flatten() {
-            None => format!("padding row {row}"),
-            Some((request, t)) => {
-                let spec = self.case.workload.requests[request];
-                format!(
-                    "request {request} row {t} of {} (position {})",
-                    spec.query_tokens,
-                    spec.context_tokens + t
-                )
-            }
-        }
-    }
-
-    /// Place of a flat index over named axes; an axis named `row` is spelled out.
-    pub fn place(&self, flat: usize, axes: &[(&'static str, usize)]) -> String {
-        let mut rest = flat;
-        let mut words = Vec::new();
-        for (name, extent) in axes.iter().rev() {
-            let index = rest % extent.max(&1);
-            rest /= extent.max(&1);
-            words.push(if *name == "row" { self.row_name(index) } else { format!("{name} {index}") });
-        }
-        words.reverse();
-        words.join(", ")
     }
 
     /// What the case reaches, for the line against vacuity.

@@ -7,6 +7,7 @@ mod equal;
 mod general;
 mod identity;
 mod inputs;
+mod kda;
 mod layout;
 mod merge;
 mod moe;
@@ -16,6 +17,7 @@ mod route;
 mod rules;
 mod segments;
 mod sequence;
+mod sparse;
 mod states;
 mod statistics;
 mod write;
@@ -68,6 +70,8 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         layout::PROPERTIES,
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
+        sparse::PROPERTIES,
+        kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
         statistics::PROPERTIES,

@@ -3,6 +3,7 @@
 mod atom;
 mod expression;
 mod glob;
+mod number;
 mod parser;
 mod partition;
 

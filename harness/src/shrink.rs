@@ -10,6 +10,7 @@ mod ladder;
 mod moves;
 mod session;
 mod size;
+mod sparse;
 
 use std::time::{Duration, Instant};
 

@@ -16,7 +16,9 @@
 //! * [`statistics`] — what a whole output says that no single element does.
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
+//! * [`sparse`] — which tokens an indexer selects for a row.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
+//! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`probe`] — inputs whose right answers are integers.
 
 pub mod acceptance;
@@ -24,6 +26,7 @@ pub mod attention;
 pub mod bound;
 pub mod chunk;
 pub mod exp;
+pub mod kda;
 pub mod layout;
 pub mod merge;
 pub mod moe;
@@ -31,6 +34,7 @@ pub mod moments;
 pub mod pcp;
 pub mod probable;
 pub mod probe;
+pub mod sparse;
 pub mod split;
 pub mod statistics;
 pub mod visibility;

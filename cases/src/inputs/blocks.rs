@@ -30,7 +30,7 @@ pub(super) fn blocks_needed(configuration: &Configuration, tokens: usize) -> usi
 
 /// The block table [n, width] and its width. Block 0 is given to nobody; entries that are not needed hold ids that no cache
 /// has, so that reading one cannot go unnoticed.
-pub(super) fn block_table(
+pub(crate) fn block_table(
     workload: &Workload,
     configuration: &Configuration,
     counter: &mut Counter,

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 7] = [
+const CASES: [(&str, &str); 9] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -37,7 +37,15 @@ const CASES: [(&str, &str); 7] = [
         "a layer of experts over ranks",
         "moe/sigmoid.scores.e8.k2.g1.kept1.zero.sum.x1/gathered.whole.silu_gated.dp1.pcp2.tp2.replicated/n7.h24.i10.j10.random.random/7",
     ),
+    (
+        "steps of Kimi delta attention",
+        "kda/softplus.h2.hv4.k8.v6.t4/tp2.dcp2.c4.d3/5.n0+0.n1_4.0+1.1_1.0-2w2+2.0+3.n1/slow/7",
+    ),
     ("acceptance of drafted tokens", "acceptance/block.r2.v37.onehot/3_0_5-2x4/gaussian/7"),
+    (
+        "selection of tokens",
+        "select_sparse/exact.packed.k8.i4.d16.bf16/tp4.dcp2.s2.b8.n12/12+3_0+1.pad2.shuf/random/7",
+    ),
 ];
 
 /// Operations and the tensors of each.
@@ -48,7 +56,10 @@ pub fn operations() -> String {
          in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
          in route and moe N tokens, E experts, k of a token, h hidden width, I inner width of an expert and J of the shared one, R rows\n\
          of the rank that has most, ranks = dp·pcp·tp of the plan;\n\
-         in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request.\n",
+         in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\
+         in select_sparse I heads of the indexer and D their width, k tokens of a row, m entries of a request's blocks;\n\
+         in kda P = tp ranks, H query and key heads of all ranks and HV value heads, K and V their widths, taps of the convolution, C channels\n\
+         of a rank: H / P·K of queries, as many of keys, HV / P·V of values.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

@@ -87,6 +87,12 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Acceptance => {
             "to accept or reject drafted tokens by the target's logits, and to draw the token behind them"
         }
+        Family::SelectSparse => {
+            "to select the tokens that each row attends to by the scores of an indexer whose keys lie over the ranks"
+        }
+        Family::Kda => {
+            "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }
@@ -142,6 +148,7 @@ fn stage_meaning(stage: Stage) -> &'static str {
     match stage {
         Stage::Layout => "owner, local index, lengths and slots of each position are derived",
         Stage::Routing => "experts of each row are chosen and weighed",
+        Stage::Selection => "tokens that each row attends to are scored and selected",
         Stage::RowBound => "each row gets the number of local keys that it may see",
         Stage::Write => "keys and values are cast and stored into the cache",
         Stage::Query => "queries of the group are gathered, or projected on every rank",

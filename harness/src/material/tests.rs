@@ -1,8 +1,10 @@
 //! Material of attention cases: variants keep the data that they must keep, and what is expected is plain attention.
 
 use super::*;
+use shardcheck_engine::CommBackend;
 use shardcheck_engine::{Answer, Engine, Tensor};
 use shardcheck_formats::Dtype;
+use shardcheck_formats::Merge;
 
 use crate::laboratory::{Watched, attend};
 

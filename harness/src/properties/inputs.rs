@@ -19,6 +19,8 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Route,
         Family::Moe,
         Family::Acceptance,
+        Family::SelectSparse,
+        Family::Kda,
         Family::Write,
         Family::Decode,
         Family::Verify,

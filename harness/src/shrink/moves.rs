@@ -1,14 +1,14 @@
 //! Steps from a case to smaller or plainer ones, each along one axis or a few that go together.
 
 use shardcheck_cases::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, MergeCase, Model, PcpCase, Placement,
-    Probe, Request, StateView, default_blocks, patterns,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, KdaCase, MergeCase, Model, PcpCase,
+    Placement, Probe, Request, StateView, default_blocks, patterns,
 };
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
 use super::size::key;
-use super::{experts, session};
+use super::{experts, session, sparse};
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
 pub(crate) fn moves(case: &Case) -> Vec<Case> {
@@ -19,6 +19,8 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Route(route) => experts::route_moves(case, route),
         Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),
+        Body::SelectSparse(select) => sparse::moves(case, select),
+        Body::Kda(kda) => kda_moves(kda, case.seed),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -287,6 +289,56 @@ fn acceptance_moves(case: &AcceptanceCase, seed: u64) -> Vec<Case> {
         add(&|c| c.vocabulary = tokens.min(c.vocabulary));
     }
     add(&|c| c.one_hot = false);
+    found
+}
+
+fn kda_moves(case: &KdaCase, seed: u64) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut KdaCase)| {
+        let mut changed = case.clone();
+        change(&mut changed);
+        found.push(Case::kda(changed, seed));
+    };
+    let smaller =
+        |value: usize| [1, 2, value / 2, value.saturating_sub(1)].map(|less| less.min(value).max(1));
+    for step in 0..case.steps.len() {
+        add(&|c| c.steps.truncate(step));
+        add(&|c| {
+            c.steps.remove(step);
+        });
+        for index in 0..case.steps[step].len() {
+            add(&|c| {
+                c.steps[step].remove(index);
+            });
+            add(&|c| c.steps[step][index].rejected = 0);
+            add(&|c| c.steps[step][index].read = None);
+            for less in
+                [0, 1, case.steps[step][index].rows / 2, case.steps[step][index].rows.saturating_sub(1)]
+            {
+                add(&|c| c.steps[step][index].rows = less.min(c.steps[step][index].rows));
+            }
+        }
+    }
+    for less in smaller(case.tp) {
+        add(&|c| c.tp = less);
+        add(&|c| (c.tp, c.dcp) = (less, less.min(c.dcp)));
+    }
+    for less in smaller(case.value_heads) {
+        add(&|c| (c.value_heads, c.heads) = (less, less.min(c.heads)));
+    }
+    for less in smaller(case.key_dim) {
+        add(&|c| c.key_dim = less);
+    }
+    for less in smaller(case.value_dim) {
+        add(&|c| c.value_dim = less);
+    }
+    add(&|c| c.dcp = 1);
+    add(&|c| c.heads = c.value_heads);
+    add(&|c| c.taps = c.taps.min(2));
+    add(&|c| c.taps = 1);
+    add(&|c| c.chunk = 1);
+    add(&|c| c.chunk = c.chunk.min(2));
+    add(&|c| c.drafts = c.steps.iter().flatten().map(|request| request.rejected).max().unwrap_or(0));
     found
 }
 

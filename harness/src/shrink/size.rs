@@ -9,7 +9,7 @@ use shardcheck_cases::{
 use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
-use super::{experts, session};
+use super::{experts, session, sparse};
 
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -58,6 +58,15 @@ impl Size {
                 interleave: 1,
                 block: 1,
                 dims: acceptance.vocabulary,
+            },
+            Body::SelectSparse(select) => sparse::size(select),
+            Body::Kda(kda) => Self {
+                tokens: kda.rows(),
+                world: kda.tp,
+                heads: kda.value_heads,
+                interleave: 1,
+                block: 1,
+                dims: kda.key_dim + kda.value_dim,
             },
             Body::Sequence(sequence) => session::size(sequence),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
@@ -121,6 +130,20 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             u64::from(acceptance.one_hot),
             acceptance.requests.iter().filter(|request| request.none_at.is_some()).count() as u64,
         ],
+        Body::SelectSparse(select) => sparse::plainness(select),
+        Body::Kda(kda) => vec![
+            kda.steps.len() as u64,
+            kda.steps.iter().map(Vec::len).sum::<usize>() as u64,
+            kda.steps
+                .iter()
+                .flatten()
+                .filter(|request| request.read.is_some_and(|r| r != request.write))
+                .count() as u64,
+            kda.steps.iter().flatten().map(|request| request.rejected).sum::<usize>() as u64,
+            kda.steps.iter().flatten().filter(|request| request.read.is_some()).count() as u64,
+            (kda.dcp + kda.taps + kda.chunk + kda.drafts) as u64,
+            (kda.value_heads - kda.heads.min(kda.value_heads)) as u64,
+        ],
         Body::Sequence(sequence) => session::plainness(sequence),
         Body::Rules(_) => Vec::new(),
     };
@@ -145,6 +168,10 @@ pub fn work(case: &Case) -> usize {
         // an enumeration has its few thousand rows of three tokens
         Body::Acceptance(acceptance) => {
             (acceptance.rows().max(1000) + 1) * acceptance.vocabulary * acceptance.ranks
+        }
+        Body::SelectSparse(select) => sparse::work(select),
+        Body::Kda(kda) => {
+            (kda.rows() + 1) * kda.value_heads * kda.key_dim * (kda.value_dim + kda.chunk) + 1000 * kda.tp
         }
         Body::Sequence(sequence) => session::work(sequence),
         Body::Rules(_) => 1,

@@ -65,6 +65,18 @@ fn routers_and_layers_of_experts_shrink_along_their_own_axes() {
 }
 
 #[test]
+fn a_selection_of_tokens_shrinks_along_its_own_axes() {
+    let id =
+        "select_sparse/exact.packed.k4.i2.d8.bf16/tp6.dcp3.s2.b4.n30/41+4_3+1_8+2_0+0.pad2.shuf/newest/7";
+    let offset = shrunk("sparse-offset-is-global", id, "sparse.slots");
+    let size = Size::of(&offset);
+    assert!(size.world == 2 && size.interleave == 1 && size.tokens <= 5, "{size} {}", offset.id());
+    let bound = shrunk("topk-bound-of-the-request", id, "sparse.visible");
+    let size = Size::of(&bound);
+    assert!(size.world == 1 && size.tokens == 4 && size.heads == 1, "{size} {}", bound.id());
+}
+
+#[test]
 fn a_session_shrinks_in_its_steps_and_in_its_ranks_heads_and_blocks() {
     let id = "sequence/tiny-gqa/tp3.dcp3.h2.s2.b8.bf16.ag_rs/shrinking/v0+5,1+13,2+2_d0,1,2.pad1_f1_d0,2.pad2_f0_d2.pad3/7";
     let case = shrunk("lengths-captured-by-bucket", id, "sequence.metadata");

@@ -321,7 +321,8 @@ fn a_block_that_only_the_number_zero_takes_is_open_and_any_token_of_the_target_m
             draft: Some(&draft),
             temperature: 1.0,
             uniform: &[uniform, 0.9, 0.0],
-            noise: &[0.0; 9],
+            // a draw from the target would take the second token of the second row, and no engine need draw from it
+            noise: &[0.0, 0.0, 0.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0],
         };
         outcomes(Method::Block, &request)
     };
@@ -361,4 +362,17 @@ fn probabilities_in_thirty_two_bits_lie_within_their_intervals() {
             }
         }
     }
+}
+
+#[test]
+fn a_token_may_be_drawn_as_long_as_its_score_lies_within_the_rounding_of_both() {
+    let may = |weights: [f64; 2], noise: [f32; 2]| drawn(&weights.map(Interval::point), &noise);
+    let unit = U as f32;
+    // scores of 0 from −4 + 4 and of d: 4·(4 + 1) and 4 units of rounding
+    let small = |units: f32| may([(-4f64).exp(), 1.0], [4.0, units * unit]);
+    assert_eq!((small(23.0), small(25.0), small(-25.0)), (vec![0, 1], vec![1], vec![0]));
+    // scores of 8 and 8 + d: 4·(8 + 8 + 1) units each
+    let large = |units: f32| may([1.0, 1.0], [8.0, 8.0 + units * unit]);
+    assert_eq!((large(128.0), large(144.0), large(-144.0)), (vec![0, 1], vec![1], vec![0]));
+    assert_eq!(may([0.0, 1e-30], [9.0, -9.0]), [1], "what has no weight is not drawn");
 }

@@ -182,6 +182,14 @@ mod tests {
     }
 
     #[test]
+    fn nan_of_an_empty_part_is_ignored_in_the_states_behind_it_too() {
+        let (nan, contract) = (f64::NAN, Contract::bf16_default(Merge::A2a));
+        let (out, lse) = ([1.0, 1.0, 2.0, 2.0, nan, nan, 4.0, 4.0], [0.0, 0.0, f64::NEG_INFINITY, 0.0]);
+        let two_rows = MergeInputs { rows: 2, heads: 1, v_dim: 2, out: &out, lse: &lse };
+        assert_eq!(certify_merge(&two_rows, &contract, false).unwrap().out, [1.0, 1.0, 3.0, 3.0]);
+    }
+
+    #[test]
     fn all_parts_empty_is_exactly_zero_and_minus_infinity() {
         let contract = Contract::bf16_default(Merge::AgRsBf16);
         let both = [f64::NEG_INFINITY; 2];

@@ -384,4 +384,16 @@ mod tests {
         assert_eq!((kept(2.0 - 7.9 * unit, unit), kept(2.0 + 7.9 * unit, unit)), (2, 2));
         assert_eq!((kept(2.0 - 8.1 * unit, unit), kept(2.0 + 8.1 * unit, unit)), (1, 1));
     }
+
+    #[test]
+    fn as_many_sets_are_listed_as_may_be_and_of_more_none() {
+        let alike = |count: usize| vec![Range { low: 1.0, high: 1.0 }; count];
+        assert_eq!(largest(&alike(MOST_SETS), 1).unwrap().len(), MOST_SETS);
+        assert_eq!(largest(&alike(MOST_SETS + 1), 1), None);
+        let given =
+            |count: usize| Scores { value: vec![0.5; count], relative: vec![0.0; count], absolute: 0.0 };
+        let rule = Rule { top_k: 1, ..RULE };
+        assert_eq!(selections(&rule, &given(MOST_SETS), &[]).unwrap().len(), MOST_SETS);
+        assert_eq!(selections(&rule, &given(MOST_SETS + 1), &[]), None);
+    }
 }

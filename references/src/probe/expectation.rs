@@ -184,6 +184,17 @@ mod tests {
     }
 
     #[test]
+    fn an_lse_is_off_by_its_roundings_and_by_what_the_contract_allows_of_it() {
+        let contract = Contract { lse_rel: 2f64.powi(-10), ..Contract::bf16_default(Merge::A2a) };
+        let rounding = Rounding { largest_score: 5.0, ..Rounding::of(&contract) };
+        for (tokens, score, lse) in [(0, 0.0, 0.0), (1, -2.0, 2.0), (1000, 3.0, 3.0 + 1000f64.ln())] {
+            let wanted = 2f64.powi(-20) * (1.0 + lse + 5.0) + 2f64.powi(-10) * lse;
+            let seen = rounding.lse_bound(tokens, score);
+            assert!((seen - wanted).abs() < 1e-12, "{tokens} {score}: {seen} {wanted}");
+        }
+    }
+
+    #[test]
     fn a_million_tokens_leave_room_to_spell_on_both_backends() {
         for (interleave, tokens) in [(1, 1 << 20), (16, 1 << 20), (1, 1_000_003), (16, 1_000_003)] {
             for merge in Merge::ALL {

@@ -9,6 +9,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod kda;
 mod kv_groups;
 mod layout;
 mod lse;
@@ -21,6 +22,7 @@ mod scales;
 mod segments;
 mod settings;
 mod small;
+mod sparse;
 mod stale;
 mod steps;
 mod transfer;
@@ -53,6 +55,8 @@ pub enum FaultClass {
     Padding,
     /// A configuration that is taken, refused or switched off wrongly.
     ConfigGate,
+    /// Tokens scored, selected or listed wrongly.
+    TopKSelect,
     /// Experts chosen, weighed or reached wrongly.
     MoeRoute,
     /// Draft blocks.
@@ -65,7 +69,7 @@ pub enum FaultClass {
 
 impl FaultClass {
     /// All classes, in a stable order.
-    pub const ALL: [Self; 13] = [
+    pub const ALL: [Self; 14] = [
         Self::LayoutIndex,
         Self::CausalBound,
         Self::LseMath,
@@ -75,6 +79,7 @@ impl FaultClass {
         Self::CollectiveOrder,
         Self::Padding,
         Self::ConfigGate,
+        Self::TopKSelect,
         Self::MoeRoute,
         Self::SpecDecode,
         Self::StaleMetadata,
@@ -93,6 +98,7 @@ impl FaultClass {
             Self::CollectiveOrder => "collective-order",
             Self::Padding => "padding",
             Self::ConfigGate => "config-gate",
+            Self::TopKSelect => "top-k-select",
             Self::MoeRoute => "moe-route",
             Self::SpecDecode => "spec-decode",
             Self::StaleMetadata => "stale-metadata",
@@ -169,6 +175,8 @@ pub fn faults() -> &'static [Fault] {
             router::FAULTS,
             moe::FAULTS,
             acceptance::FAULTS,
+            sparse::FAULTS,
+            kda::FAULTS,
         ]
         .concat()
     });

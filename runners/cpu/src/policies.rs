@@ -8,6 +8,7 @@ use crate::cache::{CachePolicies, KvFormat, TokenRows};
 use crate::chunks::ContextPolicies;
 use crate::experts::MoePolicies;
 use crate::grid::{Grid, Grids, LayoutPolicies};
+use crate::kda::KdaPolicies;
 use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
@@ -15,6 +16,7 @@ use crate::prefill::PrefillPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
+use crate::sparse::SparsePolicies;
 use crate::states::SegmentPolicies;
 use crate::transfer::TransferPolicies;
 
@@ -90,6 +92,10 @@ pub struct Policies {
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
     pub acceptance: AcceptancePolicies,
+    /// Selection of tokens.
+    pub sparse: SparsePolicies,
+    /// Kimi delta attention.
+    pub kda: KdaPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -110,6 +116,8 @@ impl Policies {
         prefill: PrefillPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
+        sparse: SparsePolicies::HEALTHY,
+        kda: KdaPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

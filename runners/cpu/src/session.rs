@@ -14,10 +14,12 @@ use crate::context::attend_context;
 use crate::derive::derive;
 use crate::experts;
 use crate::grid::{Grid, Grids};
+use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
 use crate::router::route;
+use crate::sparse;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
@@ -40,6 +42,8 @@ struct Group {
     memories: Vec<Memory>,
     /// Block table of its last step.
     table: Option<BlockTable>,
+    /// States of Kimi delta attention.
+    kda: KdaMemory,
 }
 
 impl CpuSession {
@@ -58,6 +62,7 @@ impl CpuSession {
             caches: vec![RankCache::unwritten(configuration); configuration.tp],
             memories: vec![Memory::default(); configuration.tp],
             table: None,
+            kda: KdaMemory::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -162,6 +167,16 @@ impl Group {
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::AcceptDrafts { method, ranks } => {
                 accept_drafts(inputs, (method, ranks), &policies.acceptance)
+            }
+            Operation::SelectSparse { selector } => {
+                let rows = inputs.get("index_query")?.shape().first().copied();
+                let batch = Batch::read(inputs, "seq_lens", rows, blocks)?;
+                let shape = (&self.configuration, self.grids.derived);
+                sparse::select(shape, inputs, &batch, selector, ranks, (&policies.layout, &policies.sparse))
+            }
+            Operation::Kda { plan } => {
+                let ranks = (configuration.tp, configuration.dcp);
+                self.kda.step(inputs, plan, ranks, &policies.kda)
             }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }

@@ -9,8 +9,9 @@
 //! was brought down by it.
 
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -234,6 +235,7 @@ impl Joint {
 
     fn abort_all(&self, cliques: BTreeMap<Vec<usize>, Vec<Communicator>>) {
         self.aborted.fetch_add(1, Ordering::AcqRel);
+        ABORTED.store(true, Ordering::Release);
         // on a thread of its own: the library may itself wait. It keeps the devices' contexts alive
         let devices = self.devices.clone();
         let abort = move || {
@@ -249,6 +251,19 @@ impl Joint {
                 thread::sleep(Duration::from_millis(1));
             }
         }
+    }
+}
+
+/// Whether anything was ever aborted in this process.
+static ABORTED: AtomicBool = AtomicBool::new(false);
+
+/// Ends the process with this status where communicators were aborted, and returns where none was. The library frees those on threads of
+/// its own, and what a system does at the end of a process takes memory away under them: NCCL 2.28.9 crashed there, or never came back.
+pub fn end_after_abort(status: u8) {
+    if ABORTED.load(Ordering::Acquire) {
+        // what can't be written has nobody to be told to
+        let _ = std::io::stdout().flush().and(std::io::stderr().flush());
+        shardcheck_collectives::end_at_once(status);
     }
 }
 

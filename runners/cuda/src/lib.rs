@@ -32,7 +32,7 @@ mod transfer;
 
 pub use device::{Device, NoDevice, Properties, count};
 pub use engine::{CudaEngine, Devices, Graphs, Options, has_fault};
-pub use fabric::Fabric;
+pub use fabric::{Fabric, end_after_abort};
 pub use queue::{Argument, Buffer, Extent, Graph, Queue};
 pub use readings::{CardReading, readings};
 pub use timing::{Decode, Exchange};

@@ -63,7 +63,8 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 }
 
 /// Operations that no kernel does.
-const WITHOUT_KERNELS: [OperationKind; 1] = [OperationKind::AcceptDrafts];
+const WITHOUT_KERNELS: [OperationKind; 3] =
+    [OperationKind::AcceptDrafts, OperationKind::SelectSparse, OperationKind::Kda];
 
 /// Operations that joined devices do not do: their ranks are played by one device.
 const WITHOUT_COLLECTIVES: [OperationKind; 1] = [OperationKind::Moe];
@@ -115,6 +116,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ImportCache
         | OperationKind::PcpLayout
         | OperationKind::AcceptDrafts
+        | OperationKind::SelectSparse
+        | OperationKind::Kda
         | OperationKind::PackLse => None,
     };
     let observables = kind
@@ -153,10 +156,10 @@ mod tests {
         let missing = |profile: &Profile| -> Vec<OperationKind> {
             OperationKind::ALL.into_iter().filter(|kind| profile.operation(*kind).is_none()).collect()
         };
-        assert_eq!(missing(&profile), [OperationKind::AcceptDrafts]);
+        assert_eq!(missing(&profile), WITHOUT_KERNELS);
         let joined = declaration(vec![text_of(&properties)], Graphs::Off, true);
         joined.check().unwrap();
-        assert_eq!(missing(&joined), [OperationKind::Moe, OperationKind::AcceptDrafts]);
+        assert_eq!(missing(&joined), [&WITHOUT_COLLECTIVES[..], &WITHOUT_KERNELS].concat());
         assert!(profile.devices[0].starts_with("a card, compute capability 9.0"), "{:?}", profile.devices);
         assert_eq!(properties.target, "sm_90a");
     }

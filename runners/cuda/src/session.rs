@@ -157,7 +157,10 @@ impl Group {
             }
             Operation::Route { ref router } => route(queue, inputs, router),
             Operation::Moe { ref router, plan } => experts::run(queue, inputs, router, plan),
-            Operation::InGroup { .. } | Operation::AcceptDrafts { .. } => {
+            Operation::InGroup { .. }
+            | Operation::AcceptDrafts { .. }
+            | Operation::SelectSparse { .. }
+            | Operation::Kda { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -245,6 +248,10 @@ impl Session for CudaSession {
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
             }
+            Operation::SelectSparse { .. } => {
+                return unsupported("there is no kernel of an indexer".to_owned());
+            }
+            Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
             _ => {}
         }
         let groups = self.groups.len();

@@ -9,7 +9,10 @@ fn a_machine_without_a_device_is_told_what_is_missing_and_one_with_it_opens() {
         Ok(engine) => {
             let missing =
                 OperationKind::ALL.iter().filter(|kind| engine.profile().operation(**kind).is_none());
-            assert_eq!(missing.copied().collect::<Vec<_>>(), [OperationKind::AcceptDrafts]);
+            assert_eq!(
+                missing.copied().collect::<Vec<_>>(),
+                [OperationKind::AcceptDrafts, OperationKind::SelectSparse]
+            );
             engine.profile().check().unwrap();
             let answer = engine.validate(RuleSetName::Own, &Settings::new()).unwrap();
             assert!(matches!(answer, Answer::Unsupported(_)));

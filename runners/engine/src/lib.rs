@@ -9,6 +9,7 @@ mod acceptance;
 pub mod archive;
 mod configuration;
 mod effective;
+mod kda;
 mod large;
 mod moe;
 mod operation;
@@ -16,12 +17,14 @@ mod prefill;
 mod profile;
 mod session;
 mod settings;
+mod sparse;
 mod tensor;
 mod vocabulary;
 
 pub use acceptance::AcceptanceMethod;
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
+pub use kda::{KdaGate, KdaPlan};
 pub use moe::{
     Activation, ExpertChoice, ExpertSharding, MaskedFill, MoeExchange, MoePlan, Renormalise, Router, Scoring,
     SharedExpert,
@@ -31,4 +34,5 @@ pub use prefill::{PcpDecodes, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
+pub use sparse::{SelectionMode, Selector, SlotList};
 pub use tensor::{Tensor, TensorError, Tensors};

@@ -5,8 +5,10 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{AcceptanceMethod, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Tensor, Tensors};
-use crate::{acceptance, moe};
+use crate::{
+    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Selector, Tensor, Tensors,
+};
+use crate::{acceptance, kda, moe, sparse};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -125,6 +127,23 @@ pub enum Operation {
         /// Tensor-parallel ranks P that the vocabulary is sharded over.
         ranks: usize,
     },
+    /// Select the tokens that each row attends to by the scores of an indexer, whose keys lie in the session's layout, and list the
+    /// slots of those that a rank owns.
+    ///
+    /// The score of a row for a token is Σ w·relu(q·k)·scale over `I` heads of width `D`. Row `t` of the `q` of a request of length `L`
+    /// sees the positions below `L − q + 1 + t`, and selects `k = top_k` of them.
+    SelectSparse {
+        /// How tokens are selected and listed.
+        selector: Selector,
+    },
+    /// Kimi delta attention of new rows behind the states of their requests: short convolution, delta rule with decays, gated norm.
+    ///
+    /// `P = ranks = tp`, `H` query and key heads of all ranks, `HV` value heads, `K` and `V` their widths; `taps` of the convolution. Rank r has
+    /// the r-th H / P and HV / P heads, with their states whole: decode context parallelism shards none of it.
+    Kda {
+        /// How decays are made, and what the session keeps.
+        plan: KdaPlan,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -169,6 +188,10 @@ pub enum OperationKind {
     Moe,
     /// [`Operation::AcceptDrafts`].
     AcceptDrafts,
+    /// [`Operation::SelectSparse`].
+    SelectSparse,
+    /// [`Operation::Kda`].
+    Kda,
 }
 
 /// Who makes a tensor.
@@ -227,6 +250,8 @@ impl Operation {
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
+            Self::SelectSparse { .. } => OperationKind::SelectSparse,
+            Self::Kda { .. } => OperationKind::Kda,
         }
     }
 
@@ -239,7 +264,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 19] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -257,6 +282,8 @@ impl OperationKind {
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
+        Self::SelectSparse,
+        Self::Kda,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -279,6 +306,8 @@ impl OperationKind {
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
+            Self::SelectSparse => "select_sparse",
+            Self::Kda => "kda",
         }
     }
 
@@ -300,6 +329,8 @@ impl OperationKind {
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
+            Self::SelectSparse => sparse::SELECT,
+            Self::Kda => kda::TENSORS,
         }
     }
 }
@@ -515,62 +546,4 @@ const PCP_LAYOUT: &[TensorSpec] = &[
 ];
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_operation_names_its_tensors_once() {
-        for kind in OperationKind::ALL {
-            let mut names: Vec<_> = kind
-                .tensors()
-                .iter()
-                .map(|t| (t.name, matches!(t.provenance, Provenance::Output | Provenance::Observable)))
-                .collect();
-            let count = names.len();
-            names.sort_unstable();
-            names.dedup();
-            assert_eq!(names.len(), count, "{kind} names a tensor twice");
-        }
-    }
-
-    #[test]
-    fn several_rows_of_a_request_make_a_causal_step_a_verification() {
-        let operation = Operation::Attend { mask: Mask::Causal };
-        let step = |starts: &[i32]| {
-            Tensors::new().with("query_start_loc", Tensor::from_i32(&[starts.len()], starts))
-        };
-        assert_eq!(operation.kind(&step(&[0, 1, 1, 2])), OperationKind::Decode);
-        assert_eq!(operation.kind(&step(&[0, 1, 3])), OperationKind::Verify);
-        let draft = Operation::Attend { mask: Mask::Bidirectional };
-        assert_eq!(draft.kind(&step(&[0, 1])), OperationKind::Draft);
-    }
-
-    #[test]
-    fn operation_names_parse_back() {
-        for kind in OperationKind::ALL {
-            assert_eq!(kind.name().parse::<OperationKind>().unwrap(), kind);
-        }
-    }
-
-    #[test]
-    fn an_operation_survives_a_json_round_trip() {
-        for operation in [
-            Operation::Layout,
-            Operation::Attend { mask: Mask::Bidirectional },
-            Operation::AttendContext { chunk_budget_tokens: 64 },
-            Operation::ImportCache { source: CacheLayout { dcp: 3, interleave: 2, block_size: 4 } },
-            Operation::MergeSegments { tile_tokens: 64 },
-            Operation::Attend { mask: Mask::Causal }.in_group(1),
-            Operation::PcpLayout {
-                world: 4,
-                strategy: PcpStrategy::HeadTail,
-                decodes: PcpDecodes::Owned,
-                padded_rows: 7,
-            },
-            Operation::AcceptDrafts { method: AcceptanceMethod::Block, ranks: 4 },
-        ] {
-            let text = serde_json::to_string(&operation).unwrap();
-            assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);
-        }
-    }
-}
+mod tests;

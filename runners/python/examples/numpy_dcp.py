@@ -17,6 +17,7 @@ from numpy_context import Context
 from numpy_prefill import share_out
 from numpy_ranks import F32, Exchange, Rank, attend, join_lanes, project, rows_of, scaled, split_lanes, weigh
 from numpy_router import route
+from numpy_sparse import Step, select
 
 import shardcheck
 from shardcheck import Configuration, Contract, Conventions, Operation, Reply, Tensor
@@ -214,6 +215,25 @@ class NumpySession(shardcheck.Session):
         arrays = [None if tensor is None else tensor.codes for tensor in given]
         return Reply(accept(method, ranks, *arrays), {}, [0] * ranks)
 
+    def select_sparse(
+        self,
+        seq_lens,
+        query_start_loc,
+        block_table,
+        index_query,
+        index_weights,
+        index_cache,
+        selector,
+        index_scale=None,
+    ) -> Reply:
+        """Selects the tokens that rows attend to by an indexer whose keys lie over the ranks."""
+        whole = [tensor.codes for tensor in (seq_lens, query_start_loc, block_table)]
+        values = [index_query.numpy(), index_weights.numpy(), index_cache.numpy()]
+        scale = None if index_scale is None else index_scale.numpy()
+        step = Step(self.layout_of, selector, *whole, *values, scale)
+        outputs, collectives = select(self.configuration.tp, step)
+        return Reply(outputs, {"selection": selector["mode"]}, collectives)
+
     def _attend(self, route, query, seq_lens, query_start_loc, block_table, w_uv) -> Reply:
         configuration, own = self.configuration, self.configuration.heads_per_rank
         exchange = Exchange(configuration.tp, configuration.dcp)
@@ -346,7 +366,7 @@ class NumpyDcp(shardcheck.Engine):
     """The engine; `output` and `partial` are element types, `bf16` or `f32`."""
 
     name, version = "numpy-dcp", "1.0"
-    files = ["numpy_ranks", "numpy_context", "numpy_prefill", "numpy_accept"]
+    files = ["numpy_ranks", "numpy_context", "numpy_prefill", "numpy_accept", "numpy_sparse"]
     session_type = NumpySession
 
     def __init__(self, output: str = "bf16", partial: str = "bf16") -> None:
@@ -388,6 +408,7 @@ class NumpyDcp(shardcheck.Engine):
             "pcp_layout": Operation(),
             "route": Operation(contract=contract),
             "accept_drafts": Operation(),
+            "select_sparse": Operation(contract=replace(contract, output="f32")),
         }
 
     def open(self, configuration: Configuration) -> NumpySession:

@@ -27,6 +27,8 @@ OPERATIONS = (
     "route",
     "moe",
     "accept_drafts",
+    "select_sparse",
+    "kda",
 )
 """Every operation, which is also the name of the session's method."""
 

@@ -407,12 +407,75 @@ class NumpyDcp(unittest.TestCase):
             harness.start()
             harness.open()
             for method, numbers, tokens in wanted:
-                given = base if numbers is None else {**base, **drawn, "uniform": Tensor("f32", np.array(numbers, np.float32))}
+                given = (
+                    base
+                    if numbers is None
+                    else {**base, **drawn, "uniform": Tensor("f32", np.array(numbers, np.float32))}
+                )
                 _, seen = harness.step("accept_drafts", given, method=method, ranks=2)
                 np.testing.assert_array_equal(seen["tokens"].codes, [[tokens]] * 2, f"{method} {numbers}")
                 accepted = sum(token >= 0 for token in tokens) - 1
                 np.testing.assert_array_equal(seen["accepted"].codes, [[accepted]] * 2)
                 np.testing.assert_array_equal(seen["statistics"].codes, [[1 + accepted, accepted / 2]] * 2)
+
+    def test_tokens_are_selected_over_ranks_and_each_lists_the_slots_of_its_own(self):
+        # eleven tokens on two ranks, one by one, in blocks of four; a token's score is the first element of its key
+        scores = [3, 1, 8, 2, 7, 2, 6, 0, 5, 4, 9]
+        cache = np.full((2, 8, 4, 2), np.nan, np.float32)
+        for position, score in enumerate(scores):
+            local = position // 2
+            cache[position % 2, [5, 3][local // 4], local % 4] = [score, 0]
+        query = np.array([[[1, 0]]] * 2, np.float32)
+        given = {
+            "seq_lens": Tensor("i32", np.array([11], np.int32)),
+            "query_start_loc": Tensor("i32", np.array([0, 1], np.int32)),
+            "block_table": Tensor("i32", np.array([[5, 3, 99]], np.int32)),
+            "index_query": Tensor.from_f32("bf16", query),
+            "index_weights": Tensor("f32", np.ones((2, 1), np.float32)),
+            "index_cache": Tensor.from_f32("bf16", cache),
+        }
+        wanted = {
+            ("exact", "padded"): (
+                [10, 2],
+                [10, 2],
+                [2, 0],
+                [[0, 2, 4], [0, 2, 4]],
+                [[13, 21, -1, -1], [-1] * 4],
+            ),
+            ("exact", "packed"): (
+                [10, 2],
+                [10, 2],
+                [2, 0],
+                [[0, 2, 2], [0, 0, 0]],
+                [[13, 21, -1, -1], [-1] * 4],
+            ),
+            ("exact", "packed_dummy"): (
+                [10, 2],
+                [10, 2],
+                [2, 0],
+                [[0, 2, 3], [0, 1, 2]],
+                [[13, 21, 0, -1], [0, 0, -1, -1]],
+            ),
+            ("union", "packed"): (
+                [10, 2],
+                [9, 3],
+                [2, 2],
+                [[0, 2, 2], [0, 2, 2]],
+                [[13, 21, -1, -1], [12, 21, -1, -1]],
+            ),
+        }
+        with Harness(["examples/numpy_dcp.py:NumpyDcp"]) as harness:
+            harness.start()
+            harness.open(tp=2, dcp=2, interleave=1, block_size=4, blocks=8)
+            for (mode, form), (first, second, counts, indptr, slots) in wanted.items():
+                selector = {"top_k": 2, "mode": mode, "list": form}
+                _, seen = harness.step("select_sparse", given, selector=selector)
+                np.testing.assert_array_equal(seen["topk"].codes, [[first, [-1, -1]], [second, [-1, -1]]])
+                np.testing.assert_array_equal(
+                    seen["counts"].codes, [[counts[0], 0], [counts[1], 0]], f"{mode} {form}"
+                )
+                np.testing.assert_array_equal(seen["indptr"].codes, indptr, f"{mode} {form}")
+                np.testing.assert_array_equal(seen["slots"].codes, slots, f"{mode} {form}")
 
     def test_an_lse_comes_back_from_its_lanes_bit_for_bit(self):
         bits = np.array([0, 0x80000000, 0x7FC00001, 0xFF800000, 0x3F812345], np.uint32)

@@ -3,6 +3,8 @@
 #![allow(dead_code)]
 
 mod drafts;
+mod kda;
+mod selection;
 mod sequence;
 mod transfer;
 
@@ -52,6 +54,8 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.routers()),
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
+        Trial::new(|battery| battery.selections()),
+        Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {

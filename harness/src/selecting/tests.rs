@@ -1,0 +1,110 @@
+//! Properties of selecting tokens on the embedded engine and on its faults.
+
+use std::collections::BTreeSet;
+
+use shardcheck_cases::{Body, Case, Family, IndexPattern, SuiteName, suite};
+use shardcheck_cpu::{CpuEngine, faults};
+use shardcheck_engine::{Engine, SelectionMode};
+use shardcheck_references::sparse::certain;
+
+use crate::laboratory::Laboratory;
+use crate::material::Material;
+use crate::properties;
+use crate::selecting::SelectMaterial;
+use crate::status::Status;
+
+fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
+    suite(name, seed).into_iter().filter(|case| case.family == Family::SelectSparse).collect()
+}
+
+/// Statuses of the properties of the case.
+fn judged(engine: &dyn Engine, case: &Case) -> Vec<(&'static str, Status)> {
+    let material = Material::of(case, engine.profile()).unwrap();
+    let laboratory = Laboratory::new(case, engine, &material);
+    properties::of(case).map(|property| (property.id, property.judge(&laboratory).status())).collect()
+}
+
+fn failures(engine: &dyn Engine, case: &Case) -> Vec<&'static str> {
+    judged(engine, case).into_iter().filter(|(_, status)| status.is_failure()).map(|(id, _)| id).collect()
+}
+
+#[test]
+fn the_embedded_engine_selects_rightly_on_every_case_of_the_gate() {
+    let engine = shardcheck_cpu::engine();
+    for seed in [1, 2] {
+        let cases = cases(SuiteName::Gate, seed);
+        assert!(cases.len() >= 30, "{}", cases.len());
+        for case in &cases {
+            let wrong: Vec<_> =
+                judged(&engine, case).into_iter().filter(|(_, status)| *status != Status::Pass).collect();
+            assert!(wrong.is_empty(), "{}: {wrong:?}", case.id());
+        }
+    }
+}
+
+#[test]
+fn every_fault_of_selecting_fails_every_property_that_it_names_on_the_gate() {
+    let cases = cases(SuiteName::Gate, 1);
+    let (mut tried, mut unseen) = (0, Vec::new());
+    for fault in faults().iter().filter(|fault| fault.killed_by[0].starts_with("sparse.")) {
+        let engine = CpuEngine::with_fault(fault);
+        let failed: BTreeSet<&str> = cases.iter().flat_map(|case| failures(&engine, case)).collect();
+        let left: Vec<&str> = fault.killed_by.iter().copied().filter(|id| !failed.contains(id)).collect();
+        if !left.is_empty() {
+            unseen.push(format!("{} is not seen by {}, but by {failed:?}", fault.name, left.join(", ")));
+        }
+        tried += 1;
+    }
+    assert!(unseen.is_empty(), "{}", unseen.join("\n"));
+    assert!(tried >= 30, "{tried}");
+}
+
+fn materials(name: SuiteName, seed: u64) -> Vec<(Case, SelectMaterial)> {
+    let profile = shardcheck_cpu::engine().profile().clone();
+    let material = |case: Case| {
+        let Body::SelectSparse(body) = &case.body else { panic!("a case of another family") };
+        let material = SelectMaterial::new(body, case.seed, &profile).unwrap();
+        (case, material)
+    };
+    cases(name, seed).into_iter().map(material).collect()
+}
+
+#[test]
+fn few_selections_are_left_open_but_where_ties_are_made() {
+    let (mut open, mut all) = (0, 0);
+    for (_, material) in materials(SuiteName::Gate, 1) {
+        if matches!(material.case.pattern, IndexPattern::Ties | IndexPattern::Zeros) {
+            continue;
+        }
+        if material.case.selector.mode == SelectionMode::Union {
+            continue;
+        }
+        for row in 0..material.rows() {
+            let candidates = material.candidates(row, 0);
+            let wanted = candidates.len().min(material.top_k());
+            let scores = material.scores(row);
+            all += wanted;
+            open += wanted - certain(&scores, &candidates, material.top_k()).len().min(wanted);
+        }
+    }
+    // one head leaves zeros, and keys of eight bits are few
+    assert!(all > 800 && open * 25 < all, "{open} of {all} are open");
+}
+
+#[test]
+fn the_gate_has_rows_that_see_more_and_fewer_tokens_than_k_and_ranks_that_own_none_of_them() {
+    let (mut more, mut fewer, mut nothing, mut empty) = (0, 0, 0, 0);
+    for (_, material) in materials(SuiteName::Gate, 1) {
+        for row in 0..material.rows() {
+            let candidates: Vec<usize> = (0..material.bound(row)).collect();
+            more += usize::from(candidates.len() > material.top_k());
+            fewer += usize::from((1..material.top_k()).contains(&candidates.len()));
+            nothing += usize::from(candidates.is_empty());
+            let sure = certain(&material.scores(row), &candidates, material.top_k());
+            let whole = sure.len() == material.top_k().min(candidates.len()) && !sure.is_empty();
+            let owned = |rank: usize| sure.iter().any(|token| material.layout.owner(*token) == rank);
+            empty += usize::from(whole && !(0..material.case.dcp).all(owned));
+        }
+    }
+    assert!(more > 100 && fewer > 30 && nothing > 5 && empty > 30, "{more} {fewer} {nothing} {empty}");
+}
