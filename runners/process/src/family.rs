@@ -1,14 +1,11 @@
 //! Everything that a command started: killed as a whole, also when the harness itself is told to end.
 
 use std::path::PathBuf;
-use std::sync::{Mutex, Once, PoisonError};
-use std::thread;
+use std::sync::{Mutex, PoisonError};
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
-use crate::TOKEN_VARIABLE;
+use crate::{TOKEN_VARIABLE, interrupt};
 
 /// A command's processes: its group, and whoever bears its token although it left the group, as workers of launchers do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,8 +24,7 @@ static ALIVE: Mutex<Vec<Family>> = Mutex::new(Vec::new());
 impl Family {
     /// Sees to it that the family ends when the harness is interrupted.
     pub fn register(&self) {
-        static WATCH: Once = Once::new();
-        WATCH.call_once(watch_signals);
+        interrupt::watch();
         ALIVE.lock().unwrap_or_else(PoisonError::into_inner).push(self.clone());
     }
 
@@ -58,17 +54,11 @@ impl Family {
     }
 }
 
-/// Kills the families first and then lets the signal do what it does.
-fn watch_signals() {
-    let Ok(mut signals) = Signals::new([SIGINT, SIGTERM, SIGHUP]) else { return };
-    thread::spawn(move || {
-        if let Some(signal) = signals.forever().next() {
-            let alive = std::mem::take(&mut *ALIVE.lock().unwrap_or_else(PoisonError::into_inner));
-            for family in alive {
-                family.kill();
-                let _ = std::fs::remove_dir_all(&family.folder);
-            }
-            let _ = signal_hook::low_level::emulate_default_handler(signal);
-        }
-    });
+/// Kills every family that is alive, and removes what each left.
+pub fn end_all() {
+    let alive = std::mem::take(&mut *ALIVE.lock().unwrap_or_else(PoisonError::into_inner));
+    for family in alive {
+        family.kill();
+        let _ = std::fs::remove_dir_all(&family.folder);
+    }
 }
