@@ -368,11 +368,19 @@ fn check_finite(result: &CaseResult) -> Result<(), RunDirectoryError> {
     Ok(())
 }
 
-/// Replaces a file in one step, so that a reader sees the old content or the new one.
+/// Replaces a file in one step, so that a reader sees the old content or the new one. A link stays a link, and what is no file, such as
+/// a pipe or `/dev/null`, is written to: neither may be replaced by a file of its name.
 ///
 /// # Errors
 /// [`RunDirectoryError::NotWritable`].
 pub fn write_atomically(path: &Path, text: &str) -> Result<(), RunDirectoryError> {
+    let target = fs::canonicalize(path);
+    let is_no_file = fs::metadata(path).is_ok_and(|metadata| !metadata.is_file());
+    let leads_nowhere = target.is_err() && path.is_symlink();
+    if is_no_file || leads_nowhere {
+        return fs::write(path, text).map_err(not_writable(path));
+    }
+    let path = target.as_deref().unwrap_or(path);
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(format!(".tmp-{}", std::process::id()));
     let temporary = path.with_file_name(name);

@@ -229,3 +229,17 @@ fn without_a_verb_the_verbs_are_told() {
         assert!(outcome.err.contains(&format!("\n  {verb} ")), "{verb}\n{}", outcome.err);
     }
 }
+
+#[cfg(unix)]
+#[test]
+fn a_report_goes_through_a_link_and_into_a_device_and_replaces_neither() {
+    let program = Program::new();
+    std::fs::write(program.path("real.xml"), "old").unwrap();
+    std::os::unix::fs::symlink("real.xml", program.path("link.xml")).unwrap();
+    std::os::unix::fs::symlink("/dev/null", program.path("nowhere.html")).unwrap();
+    let arguments =
+        ["run", "--suite", "engine-smoke", "layout/", "--junit", "link.xml", "--html", "nowhere.html"];
+    program.expect(0, &arguments);
+    assert!(program.path("link.xml").is_symlink() && program.path("nowhere.html").is_symlink());
+    assert!(std::fs::read_to_string(program.path("real.xml")).unwrap().contains("<testsuites"));
+}
