@@ -15,6 +15,7 @@ pub mod judge;
 pub mod list;
 pub mod matrix;
 pub mod mutants;
+pub mod naming;
 pub mod replay;
 pub mod reporting;
 pub mod run;

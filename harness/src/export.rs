@@ -27,7 +27,6 @@ pub const EXPORT_SCHEMA_VERSION: u32 = 1;
 /// Name of the manifest, by which an export is known.
 pub const MANIFEST_FILE: &str = "export.json";
 const REQUEST_FILE: &str = "request.json";
-const CASE_FILE: &str = "case.json";
 const INPUTS_FILE: &str = "inputs.safetensors";
 const OUTPUTS_FILE: &str = "outputs.safetensors";
 const REPLY_FILE: &str = "reply.json";

@@ -36,6 +36,22 @@ pub enum Keep {
     AnyFailure,
 }
 
+impl Keep {
+    /// Whether `case` fails on `engine` in this way. The harness's own failures are none of the engine's.
+    pub fn is_met_by(self, case: &Case, engine: &dyn Engine) -> bool {
+        let result = match self {
+            Self::Property(id) => {
+                if !properties::find(id).is_some_and(|property| property.is_for(case)) {
+                    return false;
+                }
+                judge_case(case, engine, &|property| property.id == id)
+            }
+            Self::AnyFailure => judge_case(case, engine, &|_| true),
+        };
+        is_failure_of_the_engine(&result)
+    }
+}
+
 /// A smaller case.
 #[derive(Debug, Clone)]
 pub struct Shrunk {
@@ -113,7 +129,7 @@ impl Search<'_> {
                 return None;
             }
             let (engine, keep) = (self.engine, self.keep);
-            let found = batch.par_iter().with_max_len(1).position_first(|case| fails(case, engine, keep));
+            let found = batch.par_iter().with_max_len(1).position_first(|case| keep.is_met_by(case, engine));
             self.tried += found.map_or(batch.len(), |place| place + 1);
             if let Some(place) = found {
                 return Some(batch[place].clone());
@@ -121,20 +137,6 @@ impl Search<'_> {
         }
         None
     }
-}
-
-/// Whether `case` fails on `engine` in the way that is kept. The harness's own failures are none of the engine's.
-fn fails(case: &Case, engine: &dyn Engine, keep: Keep) -> bool {
-    let result = match keep {
-        Keep::Property(id) => {
-            if !properties::find(id).is_some_and(|property| property.is_for(case)) {
-                return false;
-            }
-            judge_case(case, engine, &|property| property.id == id)
-        }
-        Keep::AnyFailure => judge_case(case, engine, &|_| true),
-    };
-    is_failure_of_the_engine(&result)
 }
 
 fn is_failure_of_the_engine(result: &CaseResult) -> bool {

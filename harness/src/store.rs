@@ -16,6 +16,9 @@ use shardcheck_formats::Dtype;
 use crate::event::CaseResult;
 use crate::recording::Recording;
 
+/// The file of a folder that holds its case.
+pub const CASE_FILE: &str = "case.json";
+
 /// Why a stored case can't be written or read.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
@@ -47,7 +50,7 @@ pub fn write(
     recording: &Recording,
     result: &CaseResult,
 ) -> Result<(), StoreError> {
-    put(&folder.join("case.json"), case.to_json().as_bytes())?;
+    put(&folder.join(CASE_FILE), case.to_json().as_bytes())?;
     put(&folder.join("findings.json"), &pretty(result))?;
     let mut tensors = BTreeMap::new();
     let mut document = serde_json::to_value(Skeleton::of(recording, &mut tensors)).unwrap_or(Value::Null);
@@ -65,8 +68,8 @@ pub fn write(
 /// [`StoreError`] that names the file.
 pub fn read(folder: &Path) -> Result<(Case, Recording), StoreError> {
     let damaged = |name: &str, reason: String| StoreError::Damaged { path: folder.join(name), reason };
-    let text = String::from_utf8_lossy(&get(&folder.join("case.json"))?).into_owned();
-    let case = Case::from_json(&text).map_err(|error| damaged("case.json", error.to_string()))?;
+    let text = String::from_utf8_lossy(&get(&folder.join(CASE_FILE))?).into_owned();
+    let case = Case::from_json(&text).map_err(|error| damaged(CASE_FILE, error.to_string()))?;
     let document = get(&folder.join("recording.json"))?;
     let skeleton: Skeleton =
         serde_json::from_slice(&document).map_err(|error| damaged("recording.json", error.to_string()))?;

@@ -6,17 +6,16 @@ use std::time::Duration;
 use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
+use crate::commands::naming::{self, Named};
+use crate::commands::print;
 use crate::commands::reporting::full_text;
-use crate::commands::{print, read_case};
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
 use crate::emit::script;
-use crate::engines::{self, EngineArgs};
-use crate::nearest::nearest;
+use crate::engines::EngineArgs;
 use crate::recording::{Recorder, Recording};
 use crate::report::block::Origin;
 use crate::run::judge_case;
 use crate::run_directory::{CASES_FOLDER, case_folder_name, resolve};
-use crate::select::SelectError;
 use crate::status::Exit;
 use crate::store;
 
@@ -68,36 +67,18 @@ const DIAGNOSIS: Duration = Duration::from_secs(5);
 /// # Errors
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
-    for property in &args.property {
-        if crate::properties::find(property).is_none() {
-            let known = crate::properties::all().map(|property| property.id);
-            return Err(CommandError::usage(SelectError::UnknownProperty {
-                id: property.clone(),
-                nearest: nearest(property, known).map(str::to_owned),
-            }));
-        }
-    }
+    args.property.iter().try_for_each(|id| naming::property(id).map(|_| ()))?;
     if let Some(file) = &args.emit_python {
         return emit(args, file);
     }
-    let Found { cases, fault: injected, engine: of_the_run } = find(args)?;
-    let fault = args.fault.clone().or(injected);
-    let mut engine = args.engine.clone();
-    if let (None, Some(name)) = (&engine.engine, of_the_run) {
-        eprintln!("on the engine of the run: {name}");
-        engine.engine = Some(name);
-    }
-    if let (None, Some(fault)) = (&args.fault, &fault) {
-        eprintln!("with the fault of the run: {fault}");
-    }
-    let chosen = engine;
-    let engine = engines::open(&chosen, fault.as_deref(), args.timeout_s)?;
+    let named = Named::any(&args.what, &args.runs)?;
+    let (engine, chosen, fault) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let only = |property: &crate::properties::Property| {
         args.property.is_empty() || args.property.iter().any(|id| id == property.id)
     };
     let mut statuses = Vec::new();
     let mut evidence = Vec::new();
-    for case in &cases {
+    for case in &named.cases {
         let recorder = Recorder::new(&*engine);
         let result = judge_case(case, &recorder, &only);
         if !args.no_diagnose && !args.json && evidence.len() < MOST_CASES {
@@ -117,31 +98,20 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     Ok(Exit::of(statuses))
 }
 
-/// What is to be judged again, and how it was judged.
-#[derive(Default)]
-struct Found {
-    cases: Vec<Case>,
-    /// The fault that was injected into the run that the cases failed in.
-    fault: Option<String>,
-    /// The engine of that run, where it is not the embedded one.
-    engine: Option<String>,
-}
-
 /// Writes the script of a case: with what was recorded of it, or with what the engine answers now when a fault or an engine is named.
 fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
-    let Found { cases, fault: injected, .. } = find(args)?;
-    let case = &cases[0];
-    if cases.len() > 1 {
-        eprintln!("the first of {} failed cases: {}", cases.len(), case.id());
+    let named = Named::any(&args.what, &args.runs)?;
+    let case = &named.cases[0];
+    if named.cases.len() > 1 {
+        eprintln!("the first of {} failed cases: {}", named.cases.len(), case.id());
     }
     let recording = match stored(args, case)? {
         Some(recording) => recording,
         None => {
-            let fault = args.fault.clone().or(injected);
-            let engine = engines::open(&args.engine, fault.as_deref(), args.timeout_s)?;
+            let (engine, chosen, _) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
             let recorder = Recorder::new(&*engine);
             let result = judge_case(case, &recorder, &|_| true);
-            eprintln!("holds what {} answers now: {}", args.engine.name(), result.status);
+            eprintln!("holds what {} answers now: {}", chosen.name(), result.status);
             recorder.recording()
         }
     };
@@ -176,30 +146,4 @@ fn stored(args: &Args, case: &Case) -> Result<Option<Recording>, CommandError> {
     };
     let (_, recording) = store::read(&folder).map_err(CommandError::usage)?;
     Ok(Some(recording))
-}
-
-fn find(args: &Args) -> Result<Found, CommandError> {
-    let one = |case| Found { cases: vec![case], ..Found::default() };
-    let path = Path::new(&args.what);
-    if path.is_file() {
-        return Ok(one(read_case(path)?));
-    }
-    if path.join("case.json").is_file() {
-        return Ok(one(read_case(&path.join("case.json"))?));
-    }
-    match args.what.parse::<Case>() {
-        Ok(case) => Ok(one(case)),
-        Err(error) => {
-            let Ok(run) = resolve(&args.runs, &args.what) else { return Err(CommandError::usage(error)) };
-            let record = crate::run_directory::read_events(&run).map_err(CommandError::usage)?;
-            if record.failed.is_empty() {
-                return Err(CommandError::NothingSelected(format!("no case of {} failed", run.display())));
-            }
-            Ok(Found {
-                cases: record.failed.into_values().collect(),
-                fault: record.header.fault,
-                engine: Some(record.header.engine).filter(|engine| engine != engines::EMBEDDED),
-            })
-        }
-    }
 }

@@ -2,13 +2,12 @@
 
 use std::path::{Path, PathBuf};
 
-use shardcheck_cases::Case;
-
 use crate::cli::CommandError;
 use crate::commands::diagnose::budget;
-use crate::commands::{print, read_case};
-use crate::engines::{self, EngineArgs};
-use crate::report::block::shell_quoted;
+use crate::commands::naming::{self, Named};
+use crate::commands::print;
+use crate::engines::EngineArgs;
+use crate::report::block::{Origin, replay_command};
 use crate::run_directory::case_folder_name;
 use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink};
 use crate::status::Exit;
@@ -23,7 +22,7 @@ pub struct Args {
     #[command(flatten)]
     engine: EngineArgs,
 
-    /// Inject a known fault into the embedded engine
+    /// Inject a known fault into the embedded engine; that of its run when a stored case is shrunk
     #[arg(long, value_name = "NAME")]
     fault: Option<String>,
 
@@ -54,44 +53,44 @@ pub struct Args {
 /// [`CommandError`]; nothing selected when the case passes.
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let budget = budget(args.budget_s)?;
-    let case = find(&args.what)?;
-    let engine = engines::open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
+    let named = Named::one(&args.what)?;
+    let case = &named.cases[0];
+    let (engine, chosen, fault) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let keep = match &args.property {
         Some(id) => {
-            let known = crate::properties::find(id);
-            Keep::Property(
-                known.ok_or_else(|| CommandError::Usage(format!("there is no property {id:?}")))?.id,
-            )
+            let keep = Keep::Property(naming::property(id)?.id);
+            if !keep.is_met_by(case, &*engine) {
+                return Err(CommandError::NothingSelected(format!(
+                    "{id} does not fail on {}: there is nothing to shrink",
+                    case.id()
+                )));
+            }
+            keep
         }
         None => {
-            let property = failing_property(&case, &*engine).ok_or_else(|| {
+            let property = failing_property(case, &*engine).ok_or_else(|| {
                 CommandError::NothingSelected(format!("{} passes: there is nothing to shrink", case.id()))
             })?;
             if args.any_property { Keep::AnyFailure } else { Keep::Property(property) }
         }
     };
-    let before = Size::of(&case);
+    let before = Size::of(case);
     eprintln!("{before}  {}", case.id());
-    let shrunk = shrink(&case, &*engine, keep, budget, &mut |smaller, tried| {
+    let shrunk = shrink(case, &*engine, keep, budget, &mut |smaller, tried| {
         eprintln!("{}  {} ({tried} tried)", Size::of(smaller), smaller.id());
     });
     let path =
         args.output.clone().unwrap_or_else(|| format!("{}.json", case_folder_name(&shrunk.case.id())).into());
     std::fs::write(&path, shrunk.case.to_json() + "\n")
         .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))?;
-    print(text(args, keep, before, &shrunk, &path))?;
+    let origin = Origin { engine: chosen.name(), fault: fault.as_deref() };
+    print(text(origin, keep, before, &shrunk, &path))?;
     Ok(Exit::Passed)
 }
 
-fn text(args: &Args, keep: Keep, before: Size, shrunk: &Shrunk, path: &Path) -> String {
+fn text(origin: Origin<'_>, keep: Keep, before: Size, shrunk: &Shrunk, path: &Path) -> String {
     let id = shrunk.case.id();
-    let mut replay = format!("shardcheck replay {}", shell_quoted(&id));
-    if !args.engine.is_embedded() {
-        replay += &format!(" --engine {}", shell_quoted(args.engine.name()));
-    }
-    if let Some(fault) = &args.fault {
-        replay += &format!(" --fault {}", shell_quoted(fault));
-    }
+    let replay = replay_command(&id, Some(origin));
     let kept = match keep {
         Keep::Property(property) => property,
         Keep::AnyFailure => "any failure",
@@ -104,15 +103,4 @@ fn text(args: &Args, keep: Keep, before: Size, shrunk: &Shrunk, path: &Path) -> 
         shrunk.elapsed_s,
         path.display()
     )
-}
-
-fn find(what: &str) -> Result<Case, CommandError> {
-    let path = Path::new(what);
-    if path.is_file() {
-        return read_case(path);
-    }
-    if path.join("case.json").is_file() {
-        return read_case(&path.join("case.json"));
-    }
-    what.parse().map_err(CommandError::usage)
 }

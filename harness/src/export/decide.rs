@@ -8,13 +8,12 @@ use shardcheck_cases::Case;
 use super::filed::Filed;
 use super::plan::pass_of;
 use super::write::image;
-use super::{
-    CASE_FILE, EXPORT_SCHEMA_VERSION, ExportError, INPUTS_FILE, MANIFEST_FILE, Manifest, ManifestEntry,
-};
+use super::{EXPORT_SCHEMA_VERSION, ExportError, INPUTS_FILE, MANIFEST_FILE, Manifest, ManifestEntry};
 use crate::event::{CaseResult, Coverage};
 use crate::properties::UNCHANGED;
 use crate::run::judge_case;
 use crate::status::{Exit, Status};
+use crate::store::CASE_FILE;
 
 /// Verdicts on an export.
 #[derive(Debug)]

@@ -9,6 +9,7 @@ use super::*;
 use crate::event::CaseResult;
 use crate::finding::Finding;
 use crate::status::{Exit, Status};
+use crate::store::CASE_FILE;
 
 fn cases(wanted: &[Family]) -> Vec<Case> {
     suite(SuiteName::EngineSmoke, 1).into_iter().filter(|case| wanted.contains(&case.family)).collect()

@@ -9,10 +9,11 @@ use shardcheck_engine::archive;
 
 use super::plan::{Pass, pass_of};
 use super::{
-    CASE_FILE, EXPORT_SCHEMA_VERSION, ExportError, INPUTS_FILE, LeftOut, MANIFEST_FILE, Manifest,
-    ManifestEntry, REQUEST_FILE, Request,
+    EXPORT_SCHEMA_VERSION, ExportError, INPUTS_FILE, LeftOut, MANIFEST_FILE, Manifest, ManifestEntry,
+    REQUEST_FILE, Request,
 };
 use crate::run_directory::case_folder_name;
+use crate::store::CASE_FILE;
 
 /// Writes the passes of `cases` into a new or empty folder, the manifest last: a folder without one is not finished.
 ///

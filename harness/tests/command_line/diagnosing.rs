@@ -71,9 +71,9 @@ fn the_failed_cases_of_a_run_are_replayed_with_the_fault_that_it_injected() {
 }
 
 #[test]
-fn a_fault_that_no_case_shows_is_told() {
+fn a_fault_that_no_case_shows_is_told_and_is_no_pass() {
     let program = Program::new();
-    let outcome = program.expect(0, &["run", "--suite", "gate", "-E", "family(pack_lse)", "--fault", FAULT]);
+    let outcome = program.expect(7, &["run", "--suite", "gate", "-E", "family(pack_lse)", "--fault", FAULT]);
     assert!(
         outcome.err.contains("nothing failed although committed-prefix-rows was injected"),
         "{}",
@@ -103,8 +103,32 @@ fn shrink_of_a_passing_case_or_towards_an_unknown_property_is_refused() {
     let program = Program::new();
     assert!(program.expect(4, &["shrink", CASE]).err.contains("nothing to shrink"));
     assert!(
-        program.expect(2, &["shrink", CASE, "--property", "verify.outptu"]).err.contains("verify.outptu")
+        program.expect(2, &["shrink", CASE, "--property", "verify.outptu"]).err.contains("verify.output\"?")
     );
+    let holds = ["shrink", CASE, "--fault", FAULT, "--property", "verify.query", "-o", "none.json"];
+    assert!(program.expect(4, &holds).err.contains("verify.query does not fail on"));
+    assert!(!program.path("none.json").exists());
+    let missing = program.expect(2, &["shrink", "no/such.json"]);
+    assert!(
+        missing.err.contains("there is no file or folder of a case named \"no/such.json\""),
+        "{}",
+        missing.err
+    );
+}
+
+#[test]
+fn a_stored_case_knows_the_fault_of_its_run_wherever_it_is_named_from() {
+    let program = Program::new();
+    let listed = program.ids(&["--suite", "engine-smoke", "-E", "family(verify)"]).remove(0);
+    program.expect(1, &["run", "--suite", "engine-smoke", &listed, "--fault", FAULT]);
+    let folder = program.latest().join("cases").read_dir().unwrap().next().unwrap().unwrap().path();
+    let file = folder.join("case.json");
+    for stored in [&folder, &file] {
+        let again = program.expect(1, &["replay", stored.to_str().unwrap()]);
+        assert!(again.err.contains("with the fault of the run: committed-prefix-rows"), "{}", again.err);
+    }
+    let smaller = program.expect(0, &["shrink", folder.to_str().unwrap(), "-o", "small.json"]);
+    assert!(smaller.out.contains("--fault 'committed-prefix-rows'"), "{}", smaller.out);
 }
 
 #[test]
