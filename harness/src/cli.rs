@@ -96,7 +96,7 @@ enum Verb {
     ///   layout  seq_lens, and any of local_lens, slot_mapping (with block_table), row_lens
     ///
     /// docs/check.md has every field. Exit codes: 0 passes, 1 fails, 2 the file is wrong, 3 undecided.
-    #[command(hide = true, verbatim_doc_comment)]
+    #[command(verbatim_doc_comment)]
     Check(commands::check::Args),
     /// Say what this machine and an engine can do
     Doctor(commands::doctor::Args),

@@ -121,7 +121,7 @@ impl FromStr for Topic {
 /// Nothing is known under that name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "nothing is known as {word:?}{}; give a topic ({}), a family, or the id of a property, a fault or a case",
+    "nothing is known as {word:?}{}; give a topic ({}), a family, a class of faults, a public bug, or the id of a property, a fault or a case",
     nearest.as_ref().map_or_else(String::new, |name| format!("; did you mean {name:?}?")),
     Topic::ALL.map(Topic::name).join(", ")
 )]

@@ -1,8 +1,10 @@
 //! `explain`: long text in the terminal, generated from the registries.
 
 use shardcheck_cases::{Case, Family};
-use shardcheck_cpu::{Fault, fault, faults};
+use shardcheck_cpu::{Fault, FaultClass, fault, faults};
 
+use crate::boundary::{BoundaryFault, boundary_fault, boundary_faults};
+use crate::bugs::{Bug, bug, bugs};
 use crate::cli::CommandError;
 use crate::commands::print;
 use crate::explain::{Explainer, family_meaning};
@@ -12,7 +14,7 @@ use crate::status::Exit;
 /// Options of `explain`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Property id, fault name, family, case id, or a topic
+    /// Property id, fault name, class of faults, public bug (such as `vllm#28840`), family, case id, or a topic
     #[arg(default_value = "topics", value_name = "WHAT")]
     what: String,
 }
@@ -32,9 +34,11 @@ fn text(what: &str) -> Result<String, CommandError> {
             return Ok(properties::all().map(|p| format!("{:<28} {}\n", p.id, p.statement)).collect());
         }
         "faults" => return Ok(faults().iter().map(|f| format!("{:<36} {}\n", f.name, f.title)).collect()),
+        "bugs" => return Ok(bugs().iter().map(|b| format!("{:<28} {}\n", b.id(), b.mechanism)).collect()),
         _ => {}
     }
-    if what.contains('/') {
+    // a bug of a fork is named by owner and project
+    if what.contains('/') && bug(what).is_none() {
         // what is wrong with an id is said by whoever reads it
         return what.parse().map(|case| of_case(&case)).map_err(CommandError::usage);
     }
@@ -42,6 +46,13 @@ fn text(what: &str) -> Result<String, CommandError> {
         .with("family", Family::ALL.map(Family::name), |name| name.parse().ok().map(of_family))
         .with("property", properties::all().map(|p| p.id), |id| properties::find(id).map(of_property))
         .with("fault", faults().iter().map(|f| f.name), |name| fault(name).map(of_fault))
+        .with("fault at the boundary", boundary_faults().map(|f| f.name), |name| {
+            boundary_fault(name).map(of_boundary_fault)
+        })
+        .with("class of faults", FaultClass::ALL.map(FaultClass::name), |name| {
+            name.parse().ok().map(of_class)
+        })
+        .with("public bug", bugs().iter().map(Bug::id), |reference| bug(reference).map(of_bug))
         .explain(what)
         .map_err(CommandError::usage)
 }
@@ -84,6 +95,39 @@ fn of_fault(fault: &Fault) -> String {
         list(fault.bugs),
         list(fault.killed_by),
         fault.name
+    )
+}
+
+fn of_boundary_fault(fault: &BoundaryFault) -> String {
+    format!(
+        "{}\n  {}\n\ntouches:    {}\nkilled by:  {}\ntry it:     shardcheck mutants run --boundary --engine ENGINE --fault {}\n",
+        fault.name,
+        fault.title,
+        fault.touches,
+        list(fault.killed_by),
+        fault.name
+    )
+}
+
+fn of_class(class: FaultClass) -> String {
+    let members: Vec<_> = faults()
+        .iter()
+        .filter(|fault| fault.class == class)
+        .map(|fault| format!("  {:<36} {}\n", fault.name, fault.title))
+        .collect();
+    format!("faults of the class {class}:\n{}", members.concat())
+}
+
+fn of_bug(bug: &Bug) -> String {
+    let names: Vec<_> = bug.faults().iter().map(|fault| fault.name).collect();
+    format!(
+        "{}\n  {}\n\nclass:      {}\nfaults:     {}\nseen by:    {}\nmissing:    {}\n",
+        bug.refs.join(", "),
+        bug.mechanism,
+        bug.class,
+        list(&names),
+        list(&bug.properties()),
+        bug.note.as_deref().unwrap_or("nothing")
     )
 }
 

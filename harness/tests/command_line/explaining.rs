@@ -4,10 +4,12 @@ use std::io::{BufRead, BufReader, Read};
 use std::process::Stdio;
 
 use serde_json::Value;
+use shardcheck::boundary::boundary_faults;
+use shardcheck::bugs::bugs;
 use shardcheck::explain::Topic;
 use shardcheck::properties;
 use shardcheck_cases::{Case, Family, SuiteName, suite};
-use shardcheck_cpu::faults;
+use shardcheck_cpu::{FaultClass, faults};
 
 use crate::program::Program;
 
@@ -33,6 +35,24 @@ fn every_fault_is_explained_with_the_command_that_injects_it() {
         for part in [fault.title, fault.class.name(), &command] {
             assert!(outcome.out.contains(part), "{}\n{}", fault.name, outcome.out);
         }
+    }
+}
+
+#[test]
+fn classes_faults_at_the_boundary_and_public_bugs_are_explained_with_what_belongs_to_them() {
+    let program = Program::new();
+    for class in FaultClass::ALL {
+        let outcome = program.expect(0, &["explain", class.name()]);
+        let members = faults().iter().filter(|fault| fault.class == class);
+        assert!(members.into_iter().all(|fault| outcome.out.contains(fault.name)), "{}", outcome.out);
+    }
+    for fault in boundary_faults() {
+        let outcome = program.expect(0, &["explain", fault.name]);
+        assert!(outcome.out.contains(fault.title) && outcome.out.contains("--boundary"), "{}", outcome.out);
+    }
+    for bug in bugs() {
+        let outcome = program.expect(0, &["explain", bug.id()]);
+        assert!(bug.faults().iter().all(|fault| outcome.out.contains(fault.name)), "{}", outcome.out);
     }
 }
 
