@@ -30,6 +30,8 @@ pub struct Plan<'a> {
     pub selection: &'a Selection,
     /// The engine under test.
     pub engine: &'a dyn Engine,
+    /// Whether a known fault was injected into it: something must fail then.
+    pub is_faulty: bool,
     /// Cases judged at the same time.
     pub jobs: usize,
     /// Whether the first failure ends the run.
@@ -138,7 +140,14 @@ pub fn execute(
     if !cut_short {
         statuses.extend(conclude(plan, directory, show)?);
     }
-    let exit = exit_of(&statuses, survivors, cut_short);
+    survivors += usize::from(plan.is_faulty && !failed);
+    let exit = match exit_of(&statuses, survivors, cut_short) {
+        // a part of a run may hold nothing that the engine does; a run that decides nothing is no pass
+        Exit::Passed if plan.selection.partition.is_none() && !statuses.iter().any(|s| s.is_judged()) => {
+            Exit::Inconclusive
+        }
+        exit => exit,
+    };
     let event =
         Event::RunFinished { counts, elapsed_s: started.elapsed().as_secs_f64(), exit_code: exit.code() };
     directory.append(&event)?;

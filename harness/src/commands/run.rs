@@ -102,6 +102,10 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
     };
     let header = header(args, &selection, cases.len(), profile, claims.clone())?;
     let (mut directory, before) = folder(args, &header)?;
+    shardcheck_process::say_at_interrupt(format!(
+        "interrupted: what was judged until now is in {}; the same command with --resume goes on",
+        directory.path().display()
+    ));
     if let Some(log) = &engine.log {
         log.keep_in(&directory.path().join("engine.log")).map_err(CommandError::internal)?;
     }
@@ -115,6 +119,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         cases: &remaining,
         selection: &selection,
         engine: &*engine,
+        is_faulty: args.fault.is_some(),
         jobs,
         fail_fast: args.fail_fast,
         diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
@@ -130,9 +135,15 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         Err(error) if outcome.exit != Exit::Passed => eprintln!("error: {error}"),
         report => report?,
     }
-    if let (Some(fault), Exit::Passed) = (&args.fault, outcome.exit) {
-        // not to standard output: it may be read by a machine
-        eprintln!("note: nothing failed although {fault} was injected: no case that was judged shows it");
+    // not to standard output: it may be read by a machine
+    match (&args.fault, outcome.exit) {
+        (Some(fault), Exit::MutantsSurvived) => {
+            eprintln!("nothing failed although {fault} was injected: no case that was judged shows it");
+        }
+        (_, Exit::Inconclusive) => {
+            eprintln!("nothing could be decided for at least one case: the last lines say why; exit code 3");
+        }
+        _ => {}
     }
     Ok(outcome.exit)
 }
