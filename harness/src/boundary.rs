@@ -222,7 +222,11 @@ fn try_one(fault: &'static BoundaryFault, engine: &dyn Engine, cases: &[Case]) -
         return trial.not_applicable("no case of the suite shows it");
     }
     if tampered.touched() == 0 {
-        return trial.not_applicable(format!("{} does not pass the boundary of this engine", fault.touches));
+        let reason = format!(
+            "nothing to tamper with on {} cases: {} does not pass the boundary of this engine, or each case has too few requests or rows",
+            trial.tried, fault.touches
+        );
+        return trial.not_applicable(reason);
     }
     if !changed && !matches!(fault.tamper, Tamper::Reply(_)) {
         return trial

@@ -283,8 +283,11 @@ impl Diagnosis {
                     format!("every wrong output within its bound; {beside} other answers differ")
                 }
             };
-            let stage =
-                if candidate.stage_agrees { "" } else { "; shows at another stage than such faults do" };
+            let stage = if candidate.stage_agrees {
+                ""
+            } else {
+                "; first diverges at a stage that its class seldom shows at, so look at the answers first"
+            };
             lines.push(format!("  explains {} of {cases} failed cases: {how}{stage}", candidate.explains));
             if !candidate.same_effect.is_empty() {
                 lines.push(format!(

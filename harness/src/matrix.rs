@@ -221,7 +221,10 @@ impl fmt::Display for Shortcoming {
                 write!(f, "{fault} survived: no property failed on {tried} cases, although answers differ")
             }
             Self::Dead { fault, tried } => {
-                write!(f, "{fault} is dead: it changed no answer on {tried} cases; mend or remove the fault")
+                write!(
+                    f,
+                    "{fault} shows nothing: it changed no answer on {tried} cases; try a larger suite, and mend or remove it if it is dead there as well"
+                )
             }
             Self::ByOther { fault, property } => {
                 write!(f, "{fault} was seen by {property} alone, which it does not name")

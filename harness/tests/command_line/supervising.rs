@@ -142,6 +142,7 @@ fn a_run_that_is_interrupted_takes_its_engine_along() {
     let mut run = program
         .command(&[&["run", "--engine", &line], &CASES[..]].concat())
         .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
         .spawn()
         .unwrap();
     while !mark.exists() {
@@ -153,8 +154,10 @@ fn a_run_that_is_interrupted_takes_its_engine_along() {
     assert!(alive());
     let kill = std::process::Command::new("kill").args(["-INT", &run.id().to_string()]).status().unwrap();
     assert!(kill.success());
-    let ended = run.wait().unwrap();
-    assert!(!ended.success());
+    let ended = run.wait_with_output().unwrap();
+    assert!(!ended.status.success());
+    let said = String::from_utf8_lossy(&ended.stderr);
+    assert!(said.contains("interrupted: what was judged until now is in runs/"), "{said}");
     while alive() {
         std::thread::sleep(std::time::Duration::from_millis(10));
     }
