@@ -141,6 +141,8 @@ class Desk:
             if found.has_changed():
                 tensors[f"input_after.{name}"] = found.tensor
         counts = list(reply.collectives) or _since(session, counts_before)
+        if self._engine.counts_all_ranks and process_rank() > 0:
+            counts = []  # rank 0 tells them
         effective = {str(key): _fact(value) for key, value in reply.effective.items()}
         fields = {"status": "ok", "effective": effective, "collectives": [int(count) for count in counts]}
         return Answer(fields, tensors)

@@ -85,6 +85,8 @@ class Engine:
     devices: Sequence[str] = ("cpu",)
     own_steps: Sequence[str] = ()
     replaced: Sequence[str] = ()
+    counts_all_ranks: bool = False
+    """Of several processes, whether each counts the collectives of all ranks and not only its own."""
     second_group: bool = False
     """Whether a session can hold a second KV group; its methods take `group`, 0 or 1, then."""
     session_type: type | None = None

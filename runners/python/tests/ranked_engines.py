@@ -1,5 +1,6 @@
 """Engines of one process a rank, for the tests of the control connection and of `Ranks`."""
 
+import contextlib
 import os
 import time
 
@@ -7,6 +8,8 @@ import numpy as np
 
 import shardcheck
 from shardcheck import Operation, Tensor, progress
+from shardcheck.adapters.collectives import VirtualExecutor
+from shardcheck.adapters.launched import LaunchedExecutor
 from shardcheck.ranks import Ranks
 
 
@@ -84,3 +87,60 @@ class Together(shardcheck.Engine):
         """A session of as many ranks as there are processes."""
         self.ranks.require(configuration.tp)
         return TogetherSession(configuration, self.ranks)
+
+
+class Exchange:
+    """A job that goes through every collective of a group."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def run(self, engine, group):
+        """What this rank has of each collective, and the engine's word for it."""
+        import torch
+
+        scattered = group.reduce_scatter(self.value, dim=1)
+        gathered_into = torch.empty(2 * self.value.shape[0], *self.value.shape[1:])
+        group.all_gather_into_tensor(gathered_into, self.value)
+        parts = [group.all_gather(self.value, dim=1), group.all_reduce(self.value), scattered, gathered_into]
+        return torch.cat([part.flatten() for part in parts]) + engine.offset
+
+
+class Plain:
+    """What an executor needs of an engine."""
+
+    offset = 0.5
+
+    @staticmethod
+    def watching():
+        """Nothing is watched."""
+        return contextlib.nullcontext()
+
+
+class LaunchedSession(shardcheck.Session):
+    """The exchange of two ranks, by whatever runs them."""
+
+    def __init__(self, configuration, executor):
+        super().__init__(configuration)
+        self.executor = executor
+
+    def pack_lse(self, lse):
+        """Rank r has the given numbers and 10·r more; `hi` is what rank 0 ends with, `lo` what rank 1 does."""
+        value = lse.torch("cpu").reshape(2, 2)
+        results, entered = self.executor.run([Exchange(value), Exchange(value + 10)], 2)
+        return shardcheck.Reply({"hi": results[0], "lo": results[1]}, {}, entered)
+
+
+class Launched(shardcheck.Engine):
+    """Ranks of `--ranks virtual|launched`."""
+
+    name, version, counts_all_ranks = "launched", "1", True
+    operations = {"pack_lse": Operation()}
+
+    def __init__(self, ranks="launched"):
+        virtual = ranks == "virtual"
+        self.executor = VirtualExecutor(Plain()) if virtual else LaunchedExecutor(Plain, "gloo")
+
+    def open(self, configuration) -> LaunchedSession:
+        """A session of two ranks."""
+        return LaunchedSession(configuration, self.executor)

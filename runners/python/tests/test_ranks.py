@@ -126,6 +126,24 @@ class TorchRanks(unittest.TestCase):
             {"gathered": (2, 2, 0), "exchanged": (2, 2, 0), "reduced": (2, 0)},
         )
 
+    def test_jobs_of_launched_ranks_end_as_those_of_virtual_ranks_and_their_collectives_are_on_record(self):
+        torch_or_skip(self)
+        given = {"lse": Tensor("f32", np.array([1, 2, 3, 4], np.float32))}
+        seen = []
+        for launcher, options in ((None, ["--ranks", "virtual"]), (TORCHRUN, [])):
+            with Harness(["ranked_engines:Launched", *options], launcher) as harness:
+                harness.start()
+                self.assertEqual(harness.open()["status"], "ok")
+                reply, outputs = harness.step("pack_lse", given)
+                self.assertEqual((reply["status"], reply["collectives"]), ("ok", [4, 4]), reply)
+                seen.append({name: outputs[name].numpy().tolist() for name in ("hi", "lo")})
+                records = [harness.record(rank)[0] for rank in (0, 1)] if launcher else None
+                harness.send({"type": "bye"})
+                self.assertEqual(harness.exit_code(), 0)
+        self.assertEqual(seen[0], seen[1])
+        self.assertNotEqual(seen[0]["hi"], seen[0]["lo"])
+        self.assertEqual(records, [5, 5])
+
     def test_without_a_launcher_a_process_is_a_job_of_one(self):
         torch_or_skip(self)
         with Harness(["ranked_engines:Together"]) as harness:

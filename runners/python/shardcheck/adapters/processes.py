@@ -79,7 +79,7 @@ class _Pool:
 
     def run(self, jobs: Sequence[Job]) -> list[tuple[Any, int]]:
         for link, job in zip(self._links, jobs, strict=True):
-            link.send_bytes(_dumps(job))
+            link.send_bytes(dumps(job))
         answers = []
         for rank in _as_they_answer(self._links):
             try:
@@ -153,7 +153,7 @@ def _serve(
         try:
             with engine.watching():
                 result = job.run(engine, group)
-            answer = _dumps(("done", (result, group.entered)))
+            answer = dumps(("done", (result, group.entered)))
         except Exception as error:
             answer = _raised(error)
         try:
@@ -173,7 +173,7 @@ def _raised(error: Exception) -> bytes:
     return content
 
 
-def _dumps(value: Any) -> bytes:
+def dumps(value: Any) -> bytes:
     """A value as bytes, whose tensors on a GPU become tensors on the GPU of the process that reads them."""
     content = io.BytesIO()
     _Pickler(content).dump(value)
@@ -203,10 +203,12 @@ class ProcessGroup:
     """One rank's view of the group of its process, with the methods that engines call on their group
     coordinators."""
 
-    def __init__(self, rank: int, world: int) -> None:
+    def __init__(self, rank: int, world: int, group: Any = None) -> None:
+        """Of `group` of torch.distributed, which is everyone when not given."""
         import torch.distributed as dist
 
         self._dist = dist
+        self._group = dist.group.WORLD if group is None else group
         self.rank = self.rank_in_group = rank
         self.world_size = world
         self.entered = 0
@@ -215,8 +217,12 @@ class ProcessGroup:
     def device_group(self) -> Any:
         """The process group, which an engine gives to `torch.distributed`: asking for it counts as entering a
         collective."""
+        self.enter("torch.distributed")
+        return self._group
+
+    def enter(self, what: str) -> None:
+        """Counts a collective that this rank enters."""
         self.entered += 1
-        return self._dist.group.WORLD
 
     def size(self) -> int:
         """Ranks of the group."""
@@ -228,31 +234,31 @@ class ProcessGroup:
 
         if self.world_size == 1:
             return tensor
-        self.entered += 1
+        self.enter("all_gather")
         parts = [torch.empty_like(tensor.contiguous()) for _ in range(self.world_size)]
-        self._dist.all_gather(parts, tensor.contiguous())
+        self._dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim=dim)
 
     def all_reduce(self, tensor: Any) -> Any:
         """Sum over ranks."""
         if self.world_size == 1:
             return tensor
-        self.entered += 1
+        self.enter("all_reduce")
         total = tensor.contiguous().clone()
-        self._dist.all_reduce(total)
+        self._dist.all_reduce(total, group=self._group)
         return total
 
     def reduce_scatter(self, tensor: Any, dim: int = -1) -> Any:
         """This rank's part along `dim` of the sum over ranks."""
         if self.world_size == 1:
             return tensor
-        self.entered += 1
+        self.enter("reduce_scatter")
         moved = tensor.movedim(dim, 0).contiguous()
         part = moved.new_empty(moved.shape[0] // self.world_size, *moved.shape[1:])
-        self._dist.reduce_scatter_tensor(part, moved)
+        self._dist.reduce_scatter_tensor(part, moved, group=self._group)
         return part.movedim(0, dim).contiguous()
 
     def all_gather_into_tensor(self, output: Any, sent: Any) -> None:
         """Tensors of all ranks, joined along the first axis, written to `output`."""
-        self.entered += 1
-        self._dist.all_gather_into_tensor(output, sent.contiguous())
+        self.enter("all_gather_into_tensor")
+        self._dist.all_gather_into_tensor(output, sent.contiguous(), group=self._group)

@@ -4,7 +4,8 @@
 
 Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm==VERSION`), `--folder DIR` (an
 unpacked wheel in its place), `--device cpu|cuda`, `--merge triton|torch` (which of the engine's merges of two
-states), `--ranks virtual|processes` (threads of one process that take turns, or gloo processes), `--runner
+states), `--ranks virtual|processes|launched` (threads of one process that take
+turns, processes that the adapter starts, or those of a job that torchrun, mpirun or srun started), `--runner
 v1|v2` (whose lengths and slots: the older model runner's, or the kernels of the newer one), `--lse
 engine|f32` (LSEs of partials as the backend has them, in the query's type, or in f32), `--alias-token POSITION`
 (a fault on purpose: that token of each request holds what the token before it holds).
@@ -22,6 +23,7 @@ from typing import Any
 from shardcheck import Configuration, Session, Unsupported
 from shardcheck import Engine as BaseEngine
 from shardcheck.adapters.collectives import VirtualExecutor
+from shardcheck.adapters.launched import LaunchedExecutor
 from shardcheck.adapters.processes import ProcessExecutor
 from shardcheck.adapters.vllm.declaration import OWN_STEPS, operations
 from shardcheck.fetch import engine_folder, read_manifest
@@ -29,6 +31,7 @@ from shardcheck.fetch import engine_folder, read_manifest
 _GROUPS = {
     "virtual": "torch.distributed and the group coordinator: ranks are threads of one process, in turns",
     "processes": "the group coordinator: plain calls of torch.distributed, over gloo on a CPU and NCCL on GPUs",
+    "launched": "the group coordinator: plain calls of torch.distributed, between the processes of a launcher",
 }
 
 
@@ -92,8 +95,16 @@ class Engine(BaseEngine):
         self.merge_variant = merge
         aliased_token = int(alias_token) if alias_token else None
         make = functools.partial(make_release, str(place), device, runner, lse == "f32", aliased_token)
-        self.release = make()
-        self.executor = VirtualExecutor(self.release) if ranks == "virtual" else ProcessExecutor(make, device)
+        self.launched = None
+        if ranks == "launched":
+            # first of all: what the release loads goes to the GPU that is current
+            self.executor = self.launched = LaunchedExecutor(make, "gloo" if device == "cpu" else "nccl")
+            self.release = self.launched.engine
+            self.counts_all_ranks = True
+        else:
+            self.release = make()
+            virtual = ranks == "virtual"
+            self.executor = VirtualExecutor(self.release) if virtual else ProcessExecutor(make, device)
         self.devices = [self.release.device_name]
         self.operations = operations(self.release)
         self.files = self.release.package.loaded()
@@ -108,6 +119,8 @@ class Engine(BaseEngine):
         """A session; refuses what the release has no code for."""
         from shardcheck.adapters.vllm.session import VllmSession
 
+        if self.launched:
+            self.launched.require(configuration.tp)
         if configuration.interleave > 1 and configuration.dcp > 1 and not self.release.has_interleave:
             raise Unsupported("this release interleaves by single tokens, it has no interleave size")
         return VllmSession(self.release, configuration, self.executor, self.merge_variant)
