@@ -3,7 +3,10 @@
 mod inputs;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{Attention, Configuration, Operation, StackPlan, StreamLayout};
+use shardcheck_engine::{
+    Attention, Configuration, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring,
+    StackExperts, StackPlan, StreamLayout,
+};
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
 
@@ -16,6 +19,18 @@ const MAX_LAYERS: usize = 64;
 const MAX_STACK_WIDTH: usize = 1 << 12;
 /// Most elements of the weights, and of what all ranks show of all steps.
 const MAX_STACK_ELEMENTS: usize = 1 << 24;
+
+/// Layers of a stack that have experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackMixture {
+    /// Experts E of a layer, each as wide as an MLP.
+    pub experts: usize,
+    /// Experts k of a row.
+    pub top_k: usize,
+    /// Layers, the first ones, that have an MLP.
+    pub dense: usize,
+}
 
 /// A transformer, and the session that runs it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -31,6 +46,9 @@ pub struct StackCase {
     pub vocabulary: usize,
     /// Where rows lie between layers.
     pub stream: StreamLayout,
+    /// Layers that have experts in place of an MLP; absent: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mixture: Option<StackMixture>,
     /// What the session is opened with, and its steps, of which a run is one through all layers.
     pub session: SequenceCase,
 }
@@ -38,7 +56,18 @@ pub struct StackCase {
 impl StackCase {
     /// What the steps ask for.
     pub fn plan(&self) -> StackPlan {
-        StackPlan { layers: self.layers, stream: self.stream }
+        let router = |top_k: usize| Router {
+            scoring: Scoring::Sigmoid,
+            choice: ExpertChoice::Scores,
+            top_k,
+            groups: 1,
+            top_groups: 1,
+            fill: MaskedFill::NegativeInfinity,
+            renormalise: Renormalise::Sum,
+            scale: 1.0,
+        };
+        let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
+        StackPlan { layers: self.layers, stream: self.stream, experts }
     }
 
     /// Each step.
@@ -60,22 +89,32 @@ impl StackCase {
     }
 
     /// Shape of each weight, without the rotary table, by name.
-    pub fn weight_shapes(&self) -> [(&'static str, Vec<usize>); 9] {
+    pub fn weight_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
         let Self { layers, hidden, inner, vocabulary, .. } = *self;
         let configuration = self.configuration();
         let (heads, attention) = (configuration.total_heads(), configuration.attention);
         let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
-        [
+        let (dense, mixtures) = (self.plan().dense(), self.plan().mixtures());
+        let mut shapes = vec![
             ("embedding", vec![vocabulary, hidden]),
             ("w_query", vec![layers, heads, key_dim, hidden]),
             ("w_key", vec![layers, key_dim, hidden]),
             ("w_uv", vec![layers, heads, latent, up_dim]),
             ("w_output", vec![layers, hidden, heads * up_dim]),
-            ("w_gate", vec![layers, inner, hidden]),
-            ("w_up", vec![layers, inner, hidden]),
-            ("w_down", vec![layers, hidden, inner]),
+            ("w_gate", vec![dense, inner, hidden]),
+            ("w_up", vec![dense, inner, hidden]),
+            ("w_down", vec![dense, hidden, inner]),
             ("w_head", vec![vocabulary, hidden]),
-        ]
+        ];
+        if let Some(StackMixture { experts, .. }) = self.mixture {
+            shapes.extend([
+                ("w_router", vec![mixtures, experts, hidden]),
+                ("expert_gate", vec![mixtures, experts, inner, hidden]),
+                ("expert_up", vec![mixtures, experts, inner, hidden]),
+                ("expert_down", vec![mixtures, experts, hidden, inner]),
+            ]);
+        }
+        shapes
     }
 
     /// Checks sizes, and that the session has nothing but steps through the layers.
@@ -90,6 +129,14 @@ impl StackCase {
             if value == 0 || value > most {
                 return fail(format!("{name} is {value}; it must be between 1 and {most}"));
             }
+        }
+        if let Some(StackMixture { experts, top_k, dense }) = self.mixture
+            && (experts > MAX_STACK_WIDTH || !(1..=experts).contains(&top_k) || dense >= self.layers)
+        {
+            return fail(format!(
+                "{top_k} of {experts} experts behind {dense} of {} layers: there must be as many, and a layer for them",
+                self.layers
+            ));
         }
         self.session.check()?;
         let configuration = self.configuration();
@@ -125,21 +172,33 @@ impl StackCase {
         Ok(())
     }
 
-    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`.
+    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
-        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}")
+        let mixture = self
+            .mixture
+            .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
+        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}")
     }
 
     /// Reads what [`Self::spell`] wrote.
     pub(crate) fn read(stack: &str, session: SequenceCase) -> Result<Self, String> {
         let mut tokens = Tokens::split(stack);
+        let mixture = match tokens.take_number("e") {
+            None => None,
+            Some(experts) => Some(StackMixture {
+                experts,
+                top_k: tokens.need_number("k")?,
+                dense: tokens.need_number("d")?,
+            }),
+        };
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
             inner: tokens.need_number("i")?,
             vocabulary: tokens.need_number("v")?,
             stream: tokens.need("layout of the stream", &StreamLayout::ALL, StreamLayout::name)?,
+            mixture,
             session,
         };
         tokens.finish()?;
@@ -173,7 +232,13 @@ mod tests {
         assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded });
+        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None });
+        let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
+        let case: Case = id.parse().unwrap();
+        assert_eq!(case.id(), id);
+        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        assert_eq!((body.plan().dense(), body.plan().mixtures()), (1, 1));
     }
 
     #[test]
@@ -186,6 +251,9 @@ mod tests {
             ("sharded", "split", "layout of the stream is missing"),
             ("sharded", "sharded.x1", "unknown here"),
             ("v37", "v0", "vocabulary is 0"),
+            ("sharded", "sharded.e4.k5.d1", "5 of 4 experts"),
+            ("sharded", "sharded.e4.k2.d2", "and a layer for them"),
+            ("sharded", "sharded.e4.k2", "\"d\" with a whole number is missing"),
             ("dcp2", "dcp3", "does not divide"),
             ("hi_lo/", "hi_lo.lat/", "up-projections"),
             ("d0,1/", "p0+2.c4/", "is no step through layers"),

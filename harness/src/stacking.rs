@@ -22,6 +22,7 @@ use crate::event::Coverage;
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Observed};
 use crate::material::AttentionMaterial;
+use crate::routing::Routing;
 
 pub use keys::KeyStore;
 
@@ -180,13 +181,53 @@ impl StackMaterial {
         stack::feed_forward(&Mlp { gate: Some(gate), up, down }, normed, self.ranks(), &self.contract)
     }
 
+    /// Logits of the experts of a layer, by its number among those that have some.
+    pub fn router_logits(&self, mixture: usize, normed: &[f32]) -> Vec<Allowed> {
+        let near = stack::project(self.weight("w_router", Some(mixture)), normed, &self.contract);
+        near.into_iter().map(number).collect()
+    }
+
+    /// The oracle of the router of a step, given the logits of its rows, `[T, E]`; none where a logit is no number.
+    pub fn routing(&self, logits: &[f32]) -> Option<Routing> {
+        let (mixture, router) = (self.case.mixture?, self.case.plan().experts?.router);
+        if !logits.iter().all(|logit| logit.is_finite()) {
+            return None;
+        }
+        let shape = [logits.len() / mixture.experts, mixture.experts];
+        let inputs = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &shape, logits));
+        Some(Routing::new(&router, &inputs, self.contract.kexp))
+    }
+
+    /// What the experts of a row add to the stream, in a layer by its number among those that have some.
+    pub fn mixture_update(
+        &self,
+        mixture: usize,
+        routing: &Routing,
+        (row, experts): (usize, &[usize]),
+        normed: &[f32],
+    ) -> Vec<Near> {
+        let weights = routing.weights(row, experts);
+        let of = |name: &str, expert: usize| {
+            let all = self.weight(name, Some(mixture));
+            let size = self.case.hidden * self.case.inner;
+            &all[expert * size..(expert + 1) * size]
+        };
+        let terms: Vec<(f64, f64, Mlp<'_>)> = experts
+            .iter()
+            .enumerate()
+            .map(|(index, expert)| {
+                let gate = Some(of("expert_gate", *expert));
+                let mlp = Mlp { gate, up: of("expert_up", *expert), down: of("expert_down", *expert) };
+                (weights.value[index], weights.error[index], mlp)
+            })
+            .collect();
+        stack::mixture(&terms, normed, self.ranks(), &self.contract)
+    }
+
     /// Logits of a row.
     pub fn logits(&self, head: &[f32], normed: &[f32]) -> Vec<Allowed> {
-        let allowed = |near: Near| match near.value.is_finite() && near.error.is_finite() {
-            true => Allowed::near(near.value, near.error),
-            false => Allowed::Undefined,
-        };
-        stack::logits(head, normed, &self.contract).into_iter().map(allowed).collect()
+        let near = stack::logits(head, normed, &self.contract);
+        near.into_iter().map(number).collect()
     }
 
     /// What attention of a layer may give to the heads of all ranks, `[T, Hall, Vo]`, by the caches of one group; `None` where what it
@@ -219,6 +260,14 @@ impl StackMaterial {
     }
 }
 
+/// A value of 32 bits within its bound; anything where its inputs were no numbers.
+fn number(near: Near) -> Allowed {
+    match near.value.is_finite() && near.error.is_finite() {
+        true => Allowed::near(near.value, near.error),
+        false => Allowed::Undefined,
+    }
+}
+
 /// Index of the request of a row in its batch, and its position; `None` for padding.
 pub fn place(turn: &StackTurn, row: usize) -> Option<(usize, usize)> {
     let mut first = 0;
@@ -247,7 +296,7 @@ impl<'a> Shown<'a> {
     pub fn stream_place(&self, rank: usize, row: usize) -> (usize, usize) {
         match self.material.case.stream {
             StreamLayout::Whole => (rank, row),
-            StreamLayout::Sharded => (row / self.stream_rows(), row % self.stream_rows()),
+            StreamLayout::Sharded => (row / self.stream_rows().max(1), row % self.stream_rows().max(1)),
         }
     }
 
@@ -273,6 +322,10 @@ impl<'a> Shown<'a> {
             "key" => vec![case.layers, self.rows, attention.qk_dim()],
             "attention" => vec![case.layers, self.rows, heads, attention.v_head_dim()],
             "tokens" => vec![self.rows],
+            "router_logits" => {
+                vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.experts)]
+            }
+            "topk_ids" => vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.top_k)],
             _ => vec![self.rows, case.vocabulary],
         }
     }
@@ -287,6 +340,8 @@ impl<'a> Shown<'a> {
         let tensor: &Tensor = match name {
             "logits" => self.observed.output(name, Dtype::F32, &shape)?,
             "tokens" => self.observed.output(name, Dtype::I32, &shape)?,
+            "router_logits" => self.observed.observable(name, Dtype::F32, &shape)?,
+            "topk_ids" => self.observed.observable(name, Dtype::I32, &shape)?,
             _ => self.observed.observable(name, self.material.dtype(), &shape)?,
         };
         let width = if own.len() > 1 { own[own.len() - 1] } else { 1 };

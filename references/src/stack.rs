@@ -87,10 +87,28 @@ pub fn feed_forward(weights: &Mlp<'_>, x: &[f32], ranks: usize, contract: &Contr
     over_ranks(&mlp(weights, x, contract), ranks, contract)
 }
 
+/// Sum over ranks of the experts of a row, each by its weight and the error of that, whole experts being shared out over the ranks.
+pub fn mixture(experts: &[(f64, f64, Mlp<'_>)], x: &[f32], ranks: usize, contract: &Contract) -> Vec<Near> {
+    let terms: Vec<Term> = experts.iter().map(|(_, _, weights)| mlp(weights, x, contract)).collect();
+    let addends: Vec<Addend<'_>> = terms
+        .iter()
+        .zip(experts)
+        .map(|(term, (weight, weight_error, _))| Addend {
+            weight: *weight,
+            weight_error: *weight_error,
+            term,
+        })
+        .collect();
+    near(combine(&addends, x.len(), Reduction { ranks }, contract))
+}
+
 fn over_ranks(term: &Term, ranks: usize, contract: &Contract) -> Vec<Near> {
     let addend = Addend { weight: 1.0, weight_error: 0.0, term };
-    let (out, bound) = combine(&[addend], term.out.len(), Reduction { ranks }, contract);
-    out.into_iter().zip(bound).map(|(value, error)| Near { value, error }).collect()
+    near(combine(&[addend], term.out.len(), Reduction { ranks }, contract))
+}
+
+fn near((values, errors): (Vec<f64>, Vec<f64>)) -> Vec<Near> {
+    values.into_iter().zip(errors).map(|(value, error)| Near { value, error }).collect()
 }
 
 /// The stream behind an update: one sum of binary32.
@@ -121,7 +139,7 @@ mod tests {
         Contract { u_acc: U32, depth: Depth::Any, ..Contract::bf16_default(Merge::AgRsBf16) }
     }
 
-    fn near(seen: f64, wanted: f64) {
+    fn close(seen: f64, wanted: f64) {
         assert!((seen - wanted).abs() <= 1e-12 * wanted.abs().max(1e-300), "{seen} {wanted}");
     }
 
@@ -129,8 +147,8 @@ mod tests {
     fn a_norm_is_the_row_over_its_root_mean_square_times_the_weight() {
         let seen = norm(&[3.0, -4.0], &[2.0, 0.5], 0.5, &contract());
         // √((9 + 16) / 2 + 0.5) = √13
-        near(seen[0].value, 6.0 / 13f64.sqrt());
-        near(seen[1].value, -2.0 / 13f64.sqrt());
+        close(seen[0].value, 6.0 / 13f64.sqrt());
+        close(seen[1].value, -2.0 / 13f64.sqrt());
         assert!(seen.iter().all(|near| near.error > 0.0 && near.error < 1e-5 * near.value.abs()));
         let zero = norm(&[0.0, 0.0], &[1.0, 1.0], 1e-5, &contract());
         assert!(zero.iter().all(|near| near.value == 0.0 && near.error == 0.0));
@@ -140,10 +158,10 @@ mod tests {
     fn a_product_is_off_by_a_rounding_for_each_addition_and_one_more() {
         let seen = project(&[1.0, 2.0, -1.0, 0.5, 0.0, 4.0], &[1.5, -0.5, 2.0], &contract());
         let chain = 4.0 * U32 / (1.0 - 4.0 * U32);
-        near(seen[0].value, -1.5);
-        near(seen[0].error, chain * 4.5);
-        near(seen[1].value, 8.75);
-        near(seen[1].error, chain * 8.75);
+        close(seen[0].value, -1.5);
+        close(seen[0].error, chain * 4.5);
+        close(seen[1].value, 8.75);
+        close(seen[1].error, chain * 8.75);
     }
 
     #[test]
@@ -156,9 +174,9 @@ mod tests {
         // half a unit of bf16 at 3.25, and at 1.25, is what storing costs; two roundings of 32 bits follow
         let rounding = |reach: f64| 2.0 * U32 / (1.0 - 2.0 * U32) * reach;
         let wide = 0.25 + half_ulp(Dtype::Bf16, 3.25);
-        near(seen[1].error, wide + rounding(3.0 + wide));
+        close(seen[1].error, wide + rounding(3.0 + wide));
         let narrow = 0.25 + half_ulp(Dtype::Bf16, 1.25);
-        near(seen[3].error, narrow + rounding(1.0 + narrow));
+        close(seen[3].error, narrow + rounding(1.0 + narrow));
     }
 
     #[test]
@@ -166,8 +184,8 @@ mod tests {
         let (weights, x) = ([1.0, -2.0, 0.5, 0.25], [3.0, 1.0]);
         let one = summed(&weights, &x, 1, &contract());
         let two = summed(&weights, &x, 2, &contract());
-        near(one[0].value, 1.0);
-        near(one[1].value, 1.75);
+        close(one[0].value, 1.0);
+        close(one[1].value, 1.75);
         for (one, two) in one.iter().zip(&two) {
             assert_eq!(one.value, two.value);
             assert!(one.error < 1e-5 && two.error > one.error + 2f64.powi(-9), "{one:?} {two:?}");
@@ -182,16 +200,28 @@ mod tests {
         let weights = Mlp { gate: Some(&[0.0, 1.0]), up: &[1.0, 1.0], down: &[2.0, -3.0] };
         let seen = feed_forward(&weights, &[2.0], 2, &contract());
         // silu(0)·2 and silu(2)·2
-        near(seen[0].value, -3.0 * 2.0 * 2.0 / (1.0 + (-2f64).exp()));
+        close(seen[0].value, -3.0 * 2.0 * 2.0 / (1.0 + (-2f64).exp()));
         let sum = joined(1.0, 2f32.powi(-30));
         assert_eq!(sum.value, 1.0 + 2f64.powi(-30));
         assert_eq!(sum.error, U32 * sum.value);
     }
 
     #[test]
+    fn experts_add_up_by_their_weights_and_an_error_of_a_weight_moves_the_sum() {
+        let [one, two] = [[1.0f32], [-2.0]];
+        let expert = |down| Mlp { gate: None, up: &[1.0], down };
+        let seen = |error: f64| {
+            mixture(&[(0.75, error, expert(&one)), (0.5, 0.0, expert(&two))], &[4.0], 1, &contract())[0]
+        };
+        assert_eq!(seen(0.0).value, 0.75 * 4.0 - 0.5 * 8.0);
+        let moved = seen(0.125).error - seen(0.0).error;
+        assert!((moved - 0.125 * 4.0).abs() < 0.02, "{moved}");
+    }
+
+    #[test]
     fn logits_may_be_stored_in_half_before_they_are_wide() {
         let seen = logits(&[1.0, 1.0], &[1.0, 0.5], &contract());
-        near(seen[0].value, 1.5);
+        close(seen[0].value, 1.5);
         assert!(
             seen[0].error > half_ulp(Dtype::Bf16, 1.5) && seen[0].error < 1.01 * half_ulp(Dtype::Bf16, 1.5)
         );

@@ -72,7 +72,9 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
             "w_uv" => 1.0 / (unit * (attention.value_dim() as f64).sqrt()),
             // what attention gives is a mean, and smaller than what it is a mean of
             "w_output" => 2.0 / attended.sqrt(),
-            "w_down" => 2.0 / inner.sqrt(),
+            "w_down" | "expert_down" => 2.0 / inner.sqrt(),
+            // scores of experts far enough apart that most rows have one set of them
+            "w_router" => 2.0 / hidden.sqrt(),
             _ => 1.0 / hidden.sqrt(),
         };
         let values: Vec<f32> = (0..shape.iter().product())
@@ -128,7 +130,7 @@ impl StackInputs {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Body, Case};
+    use crate::{Body, Case, StackMixture};
     use shardcheck_engine::{OperationKind, Provenance};
 
     fn case() -> StackCase {
@@ -145,8 +147,17 @@ mod tests {
         let inputs = generate_stack(&case, 3).unwrap();
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
-        assert!(given.clone().all(|tensor| step.find(tensor.name).is_some()));
-        assert_eq!(step.iter().count(), given.count());
+        let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
+        let (absent, there): (Vec<_>, Vec<_>) =
+            given.clone().partition(|tensor| of_experts.contains(&tensor.name));
+        assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
+        assert_eq!(step.iter().count(), there.len());
+        let mixture = Some(StackMixture { experts: 5, top_k: 2, dense: 0 });
+        let mixed = StackCase { mixture, ..case.clone() };
+        let inputs_mixed = generate_stack(&mixed, 3).unwrap();
+        let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);
+        assert!(absent.iter().all(|tensor| mixed.find(tensor.name).is_some()));
+        assert_eq!(mixed.get("w_gate").unwrap().shape(), [0, 20, 24]);
         assert_eq!(step.get("token_ids").unwrap().len(), 7);
         assert_eq!(step.get("token_ids").unwrap().to_i64()[5..], [36, 36]);
         assert_eq!(step.get("seq_lens").unwrap().to_i64(), [8, 2]);

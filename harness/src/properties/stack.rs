@@ -1,6 +1,9 @@
 //! Laws of a whole transformer, stage by stage: each of what the engine itself showed of the stage before.
 
-use shardcheck_cases::{Case, Family, StackTurn};
+mod mixture;
+
+use shardcheck_cases::{Body, Case, Family, StackTurn};
+use shardcheck_engine::StreamLayout;
 
 use super::{Property, always};
 use crate::finding::{Failure, Finding, Measured, Stage};
@@ -73,14 +76,34 @@ pub(super) const PROPERTIES: &[Property] = &[
         check: attention_update,
     },
     Property {
+        id: "stack.router",
+        statement: "a layer of experts routes each row by the product of its normed row and its own router, on every rank",
+        source: "vLLM `DeepseekV2MoE`: the gate is replicated, and reads what the experts read",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: has_experts,
+        check: mixture::router,
+    },
+    Property {
+        id: "stack.experts",
+        statement: "the experts of a row are the best by the logits that rank 0 shows, ties by any rule, and the same on every rank",
+        source: "as for a router by itself",
+        bugs: &[],
+        tolerance: "exact: sets, for scores within their rounding",
+        families: STACK,
+        applies: has_experts,
+        check: mixture::experts,
+    },
+    Property {
         id: "stack.feed-forward",
-        statement: "an MLP adds what it gives of its normed rows, its inner width shared out over ranks",
-        source: "vLLM `MergedColumnParallelLinear`, `RowParallelLinear`",
+        statement: "an MLP, or the experts that a row has, adds what it gives of its normed rows, its parts shared out over ranks",
+        source: "vLLM `MergedColumnParallelLinear`, `RowParallelLinear`, `FusedMoE`",
         bugs: &[],
         tolerance: BOUND,
         families: STACK,
         applies: always,
-        check: feed_forward,
+        check: mixture::feed_forward,
     },
     Property {
         id: "stack.residual",
@@ -123,6 +146,10 @@ pub(super) const PROPERTIES: &[Property] = &[
         check: ranks,
     },
 ];
+
+fn has_experts(case: &Case) -> bool {
+    matches!(&case.body, Body::Stack(stack) if stack.mixture.is_some())
+}
 
 fn stack_tp(case: &Case) -> usize {
     case.configuration().map_or(1, |configuration| configuration.tp)
@@ -371,12 +398,13 @@ fn attended(scene: &Scene<'_>, keys: &KeyStore<'_>) -> Result<Vec<Vec<Option<Row
     Ok(layers)
 }
 
-/// Judges the updates of attention (kind 0) or of MLPs (1); `near` gives what a layer adds to a row, of the tensor that it is made of.
-fn updates(
+/// Judges the updates of attention (kind 0) or of MLPs (1); `near` gives what a layer adds to a row, of what `prepared` found in the run.
+fn updates<T>(
     laboratory: &Laboratory,
     headline: &str,
-    (kind, source): (usize, &str),
-    near: impl Fn(&View, usize, usize) -> RowAllowed,
+    kind: usize,
+    prepared: impl Fn(&Scene<'_>) -> Result<T, Halt>,
+    near: impl Fn(&T, usize, usize) -> RowAllowed,
 ) -> Result<Finding, Halt> {
     every_run(
         laboratory,
@@ -385,7 +413,7 @@ fn updates(
         Stage::Exchange,
         |scene, seen| {
             let (layers, rows) = (scene.material.case.layers, scene.shown.real_rows);
-            let source = scene.shown.tensor(source)?;
+            let source = prepared(scene)?;
             let of_layer = |layer: usize| (0..rows).map(|row| near(&source, layer, row)).collect();
             let all: Vec<Vec<RowAllowed>> = (0..layers).map(of_layer).collect();
             let row = |at: Vec<usize>| {
@@ -402,25 +430,12 @@ fn updates(
 fn attention_update(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "what attention adds is not the projection of all heads";
     let material = laboratory.stack();
-    updates(laboratory, headline, (0, "attention"), |seen, layer, row| {
+    let seen = |scene: &Scene<'_>| scene.shown.tensor("attention");
+    updates(laboratory, headline, 0, seen, |seen, layer, row| {
         let [ranks, _, _, heads, _] = seen.shape[..] else { return Vec::new() };
         let of_rank = |rank: usize| (0..heads).map(move |head| [rank, layer, row, head]);
         let all: Vec<f32> = (0..ranks).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect();
         material.stored(&material.attention_update(material.weight("w_output", Some(layer)), &all))
-    })
-}
-
-fn feed_forward(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let headline = "what an MLP adds is not what it gives of its rows";
-    let material = laboratory.stack();
-    updates(laboratory, headline, (1, "normed"), |normed, layer, row| {
-        let x = normed.row(&[0, 2 * layer + 1, row]);
-        // where ranks have other rows, which is judged by itself, nobody has the whole MLP of any of them
-        if (1..normed.shape[0]).any(|rank| normed.row(&[rank, 2 * layer + 1, row]) != x) {
-            return vec![Allowed::Undefined; x.len()];
-        }
-        let weights = ["w_gate", "w_up", "w_down"].map(|name| material.weight(name, Some(layer)));
-        material.stored(&material.feed_forward_update(weights, x))
     })
 }
 
@@ -510,9 +525,10 @@ fn ranks(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut compared = 0;
     for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
         let shown = Shown::of(material, turn, observed);
-        let is_whole = shown.stream_place(1, 0).0 == 1;
-        for name in ["hidden", "normed", "key", "logits", "tokens"] {
-            if name == "hidden" && !is_whole {
+        let is_whole = material.case.stream == StreamLayout::Whole;
+        let mixed = material.case.mixture.is_some();
+        for name in ["hidden", "normed", "key", "router_logits", "logits", "tokens"] {
+            if name == "hidden" && !is_whole || name == "router_logits" && !mixed {
                 continue;
             }
             let seen = shown.tensor(name)?;

@@ -182,8 +182,8 @@ fn every_fault_that_remembers_is_killed_by_a_session_of_the_gate() {
     let stale: Vec<&Fault> =
         faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata).collect();
     let mut sequences = suite(SuiteName::Gate, 1);
-    // cases of Kimi delta attention are sessions of several steps as well
-    sequences.retain(|case| matches!(case.family, Family::Sequence | Family::Kda));
+    // cases of Kimi delta attention and of stacks are sessions of several steps as well
+    sequences.retain(|case| matches!(case.family, Family::Sequence | Family::Kda | Family::Stack));
     let survivors: Vec<_> = try_all(&stale, &sequences, &|_| {})
         .into_iter()
         .filter(|mutant| mutant.state != MutantState::Killed)

@@ -1,6 +1,6 @@
 //! Smaller stacks: fewer layers, narrower ones, a smaller vocabulary, a stream that is not sharded, and smaller sessions.
 
-use shardcheck_cases::{Body, Case, StackCase};
+use shardcheck_cases::{Body, Case, StackCase, StackMixture};
 use shardcheck_engine::StreamLayout;
 
 use super::session;
@@ -21,6 +21,14 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     narrower(case.inner).for_each(|inner| add(StackCase { inner, ..case.clone() }));
     narrower(case.vocabulary).for_each(|vocabulary| add(StackCase { vocabulary, ..case.clone() }));
     add(StackCase { stream: StreamLayout::Whole, ..case.clone() });
+    if let Some(own) = case.mixture {
+        add(StackCase { mixture: None, ..case.clone() });
+        let mut mixed = |mixture: StackMixture| add(StackCase { mixture: Some(mixture), ..case.clone() });
+        narrower(own.experts)
+            .for_each(|experts| mixed(StackMixture { experts, top_k: own.top_k.min(experts), ..own }));
+        narrower(own.top_k).for_each(|top_k| mixed(StackMixture { top_k, ..own }));
+        (0..own.dense).for_each(|dense| mixed(StackMixture { dense, ..own }));
+    }
     let sessions = session::moves(&Case::sequence(case.session.clone(), whole.seed), &case.session);
     for smaller in sessions {
         if let Body::Sequence(session) = smaller.body {
@@ -44,6 +52,7 @@ pub(super) fn plainness(case: &StackCase) -> Vec<u64> {
         groups as u64,
         case.layers as u64,
         u64::from(case.stream != StreamLayout::Whole),
+        case.mixture.map_or(0, |own| (1 + own.experts + own.top_k + own.dense) as u64),
         case.vocabulary as u64,
     ]);
     plain

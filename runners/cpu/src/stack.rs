@@ -9,7 +9,10 @@ mod worker;
 
 use std::ops::Range;
 
-use shardcheck_engine::{Configuration, EngineError, Reply, StackPlan, Tensor, Tensors};
+use shardcheck_engine::{
+    Activation, Configuration, EngineError, ExpertSharding, MoeExchange, MoePlan, Reply, SharedExpert,
+    StackPlan, Tensor, Tensors,
+};
 use shardcheck_formats::Dtype;
 
 use crate::attend::attend;
@@ -17,12 +20,13 @@ use crate::batch::Batch;
 use crate::cache::{KvFormat, RankCache};
 use crate::communicator::{Link, Ranks, Stop, run_ranks};
 use crate::derive::failed;
+use crate::experts;
 use crate::grid::Grids;
 use crate::memory::{Memory, Metadata, WriteMap};
 use crate::policies::{Policies, TableUse};
 use crate::write::WriteBatch;
 
-use weights::{Sizes, Weights};
+use weights::{FeedForward, Sizes, Weights};
 use worker::{Rows, Worker};
 
 pub use worker::{Part, largest};
@@ -56,6 +60,12 @@ pub struct StackPolicies {
     pub output_head: fn(usize, usize, usize) -> usize,
     /// Inner elements of the MLP on a rank: `(rank, ranks, inner width)`.
     pub part: fn(usize, usize, usize) -> Range<usize>,
+    /// Layer whose router, and whose experts, a layer uses: `(layer, first one that has experts)`.
+    pub mixture: [fn(usize, usize) -> usize; 2],
+    /// Row by whose logits a row is routed: `(row, rows)`.
+    pub routed_by: fn(usize, usize) -> usize,
+    /// Whether a router reads the stream and not its normed rows, where every rank has all of them.
+    pub router_reads_stream: bool,
     /// First row of the stream on a rank, where it is sharded: `(rank, rows of a rank)`.
     pub first_row: fn(usize, usize) -> usize,
     /// Order in which gathered rows of the ranks stand.
@@ -82,6 +92,9 @@ impl StackPolicies {
         joined: |stream, _, update| stream + update,
         output_head: |rank, _, heads| rank * heads,
         part: |rank, ranks, inner| rank * inner / ranks..(rank + 1) * inner / ranks,
+        mixture: [|layer, _| layer; 2],
+        routed_by: |row, _| row,
+        router_reads_stream: false,
         first_row: |rank, each| rank * each,
         row_order: |ranks| (0..ranks).collect(),
         shard_order: |ranks| (0..ranks).collect(),
@@ -132,6 +145,8 @@ struct Seen {
     query: Vec<f32>,
     key: Vec<f32>,
     attention: Vec<f32>,
+    router_logits: Vec<f32>,
+    topk_ids: Vec<i32>,
     logits: Vec<f32>,
     tokens: Vec<i32>,
 }
@@ -265,27 +280,87 @@ impl Step<'_> {
             self.write(layer, &keys, memory)?;
         }
         let size = attended.len() / passage.streams.len();
+        let of_rank = |rank: usize| &attended[rank * size..(rank + 1) * size];
         let behind = passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
-            let own = &attended[rank * size..(rank + 1) * size];
-            let first = worker.attention_update(stream, own, layer)?;
-            let middle = worker.joined(stream, &projected[rank].0, &first);
+            let update = worker.attention_update(stream, of_rank(rank), layer)?;
+            let middle = worker.joined(stream, &projected[rank].0, &update);
             let normed = worker.normed(&middle, 2 * layer + 1)?;
-            let second = worker.feed_forward_update(&middle, &normed, layer)?;
-            let last = worker.joined(&middle, &normed, &second);
-            Ok((first, middle, normed, second, last))
+            Ok((update, middle, normed))
         })?;
-        for (rank, (first, middle, normed, second, last)) in behind.into_iter().enumerate() {
+        for (rank, (update, middle, normed)) in behind.iter().enumerate() {
             let (seen, (before, query, key)) = (&mut passage.seen[rank], &projected[rank]);
-            seen.hidden.extend(passage.streams[rank].iter().chain(&middle));
-            seen.normed.extend(before.iter().chain(&normed));
-            seen.update.extend(first.iter().chain(&second));
+            seen.hidden.extend(passage.streams[rank].iter().chain(middle));
+            seen.normed.extend(before.iter().chain(normed));
+            seen.update.extend(update);
             seen.query.extend(query);
             seen.key.extend(key);
-            seen.attention.extend(&attended[rank * size..(rank + 1) * size]);
-            passage.streams[rank] = last;
+            seen.attention.extend(of_rank(rank));
+            passage.streams[rank].clone_from(middle);
         }
+        let normed: Vec<Vec<f32>> = behind.into_iter().map(|(_, _, normed)| normed).collect();
+        let updates = match &self.weights.layers[layer].feed_forward {
+            FeedForward::Mlp(_) => passage.all(self, |worker, stream| {
+                worker.feed_forward_update(stream, &normed[worker.link.rank], layer)
+            })?,
+            FeedForward::Experts { .. } => self.mixture(layer, &normed, passage)?,
+        };
+        passage.streams = passage.all(self, |worker, stream| {
+            let rank = worker.link.rank;
+            Ok(worker.joined(stream, &normed[rank], &updates[rank]))
+        })?;
+        passage.seen.iter_mut().zip(&updates).for_each(|(seen, update)| seen.update.extend(update));
         Ok(())
+    }
+
+    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first one, as the operation has them.
+    fn mixture(
+        &self,
+        layer: usize,
+        normed: &[Vec<f32>],
+        passage: &mut Passage,
+    ) -> Result<Vec<Vec<f32>>, EngineError> {
+        let (scene, first) = (self.scene, self.plan.dense());
+        let [router_of, experts_of] =
+            scene.policies.stack.mixture.map(|of| &self.weights.layers[of(layer, first)].feed_forward);
+        let (FeedForward::Experts { router, .. }, FeedForward::Experts { experts, .. }, Some(mixture)) =
+            (router_of, experts_of, self.plan.experts)
+        else {
+            return Err(EngineError::Crash { text: format!("layer {layer} has no experts") });
+        };
+        let logits = passage.all(self, |worker, stream| {
+            Ok(worker.router_logits(stream, &normed[worker.link.rank], router))
+        })?;
+        let (rows, hidden) = (self.rows.tokens.len(), self.weights.sizes.hidden);
+        let count = router.len() / hidden;
+        let of_row = |row: usize| &logits[0][(scene.policies.stack.routed_by)(row, rows) * count..][..count];
+        let routed_by: Vec<f32> = (0..rows).flat_map(of_row).copied().collect();
+        let inputs = experts
+            .clone()
+            .with("hidden", Tensor::from_f32(Dtype::Bf16, &[rows, hidden], &normed[0]))
+            .with("logits", Tensor::from_f32(Dtype::F32, &[rows, count], &routed_by))
+            .with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
+        let plan = MoePlan {
+            dp: 1,
+            pcp: 1,
+            tp: normed.len(),
+            exchange: MoeExchange::Local,
+            sharding: ExpertSharding::Whole,
+            shared: SharedExpert::None,
+            activation: Activation::SiluGated,
+        };
+        let reply = experts::run(&inputs, (mixture.router, plan), scene.ranks.timeout, &scene.policies.moe)?;
+        passage.count(&reply.collectives);
+        let (out, ids) = (reply.outputs.get("out")?.to_f32(), reply.outputs.get("topk_ids")?.to_i64());
+        let chosen = rows * mixture.router.top_k;
+        for (rank, (seen, logits)) in passage.seen.iter_mut().zip(logits).enumerate() {
+            seen.router_logits.extend(logits);
+            seen.topk_ids.extend(ids[rank * chosen..(rank + 1) * chosen].iter().map(|id| *id as i32));
+        }
+        passage.all(self, |worker, _| {
+            let size = rows * hidden;
+            Ok(worker.scattered(&out[worker.link.rank * size..(worker.link.rank + 1) * size]))
+        })
     }
 
     /// Writes the keys of the new rows that each rank owns.
@@ -368,6 +443,18 @@ impl Step<'_> {
             .with("query", join(half, &[layers, rows, heads, key_dim], |seen| &seen.query))
             .with("key", join(half, &[layers, rows, key_dim], |seen| &seen.key))
             .with("attention", join(half, &[layers, rows, heads, up_dim], |seen| &seen.attention));
+        let Some(mixture) = plan.experts.filter(|_| plan.mixtures() > 0) else {
+            return Reply { outputs, collectives, ..Reply::default() };
+        };
+        let (each, top_k) = (plan.mixtures() * rows, mixture.router.top_k);
+        let experts = seen[0].router_logits.len().checked_div(each).unwrap_or(0);
+        let ids: Vec<i32> = seen.iter().flat_map(|seen| seen.topk_ids.iter().copied()).collect();
+        let outputs = outputs
+            .with(
+                "router_logits",
+                join(Dtype::F32, &[plan.mixtures(), rows, experts], |seen| &seen.router_logits),
+            )
+            .with("topk_ids", Tensor::from_i32(&[ranks, plan.mixtures(), rows, top_k], &ids));
         Reply { outputs, collectives, ..Reply::default() }
     }
 }

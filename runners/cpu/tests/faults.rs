@@ -98,6 +98,8 @@ fn part_of_stack(property: &str) -> &str {
         "norm" => "normed",
         "attention-update" | "feed-forward" => "update",
         "ranks" => "tokens",
+        "router" => "router_logits",
+        "experts" => "topk_ids",
         shown => shown,
     }
 }

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-use crate::{TensorSpec, vocabulary};
+use crate::{Router, TensorSpec, vocabulary};
 
 vocabulary! {
     /// Where the rows of the residual stream lie between layers.
@@ -17,18 +17,31 @@ vocabulary! {
     }
 }
 
+/// Layers of a stack that have a mixture of experts.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackExperts {
+    /// Layers, the first ones, that have a plain MLP.
+    pub dense: usize,
+    /// How the experts of a row are chosen and weighed in the others.
+    pub router: Router,
+}
+
 /// Layers of a stack, and how they hang together.
 ///
-/// A layer adds attention of its normed stream to the stream, then a gated MLP of the stream normed again; behind the last one a norm and
-/// the head of the vocabulary follow. Each layer has a KV cache of its own, in the layout of the session; all have the block table and the
+/// A layer adds attention of its normed stream to the stream, then a gated MLP, or a mixture of such experts, of the stream normed again; behind
+/// the last one a norm and the head of the vocabulary follow. Each layer has a KV cache of its own, in the layout of the session; all have the block table and the
 /// lengths of the step.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StackPlan {
     /// Layers L.
     pub layers: usize,
     /// Where rows lie between them.
     pub stream: StreamLayout,
+    /// Layers that have experts in place of an MLP, whole experts being shared out over the ranks; absent: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub experts: Option<StackExperts>,
 }
 
 impl StackPlan {
@@ -41,6 +54,16 @@ impl StackPlan {
             StreamLayout::Whole => rows,
             StreamLayout::Sharded => rows.div_ceil(ranks.max(1)),
         }
+    }
+
+    /// Layers D that have a plain MLP, the first ones.
+    pub fn dense(&self) -> usize {
+        self.experts.map_or(self.layers, |experts| experts.dense.min(self.layers))
+    }
+
+    /// Layers X that have experts.
+    pub fn mixtures(&self) -> usize {
+        self.layers - self.dense()
     }
 
     /// Places of the residual stream that are observed: before each attention and each MLP, and behind the last layer.
@@ -84,11 +107,20 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec(
         "w_gate",
         Given,
-        "bf16 [L, I, h]",
-        "of the MLP silu(gate)·up; a rank has the inner elements from r·I / ranks on, rounded down",
+        "bf16 [D, I, h]",
+        "of the MLP silu(gate)·up of the D layers that have one; a rank has the inner elements from r·I / ranks on, rounded down",
     ),
-    spec("w_up", Given, "bf16 [L, I, h]", "likewise"),
-    spec("w_down", Given, "bf16 [L, h, I]", "likewise, columns"),
+    spec("w_up", Given, "bf16 [D, I, h]", "likewise"),
+    spec("w_down", Given, "bf16 [D, h, I]", "likewise, columns"),
+    spec(
+        "w_router",
+        Given,
+        "bf16 [X, E, h]",
+        "logits of the experts, of the X layers that have some; absent where none has, as the next three",
+    ),
+    spec("expert_gate", Given, "bf16 [X, E, I, h]", "of each expert, likewise an MLP"),
+    spec("expert_up", Given, "bf16 [X, E, I, h]", "likewise"),
+    spec("expert_down", Given, "bf16 [X, E, h, I]", "likewise"),
     spec("w_head", Given, "bf16 [V, h]", "a rank has the rows that it has of the embedding"),
     spec("logits", Output, "f32 [ranks, T, V]", "of all shards, on every rank"),
     spec("tokens", Output, "i32 [ranks, T]", "token of the largest logit, the lowest of equal ones"),
@@ -123,6 +155,8 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "output type of decode and verify [ranks, L, T, H, Vo]",
         "what attention gives to the rank's own heads",
     ),
+    spec("router_logits", Observable, "f32 [ranks, X, T, E]", "by which the rank routes each row"),
+    spec("topk_ids", Observable, "i32 [ranks, X, T, k]", "experts of each row, in any order"),
 ];
 
 #[cfg(test)]
@@ -131,7 +165,7 @@ mod tests {
 
     #[test]
     fn rows_of_a_sharded_stream_are_shared_out_evenly_and_rounded_up() {
-        let plan = |stream| StackPlan { layers: 3, stream };
+        let plan = |stream| StackPlan { layers: 3, stream, experts: None };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
         assert_eq!(plan(StreamLayout::Whole).places(), 7);
@@ -139,7 +173,7 @@ mod tests {
 
     #[test]
     fn a_plan_reads_back_and_one_with_a_field_too_many_is_refused() {
-        let plan = StackPlan { layers: 2, stream: StreamLayout::Sharded };
+        let plan = StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);
         value["tp"] = 2.into();

@@ -37,8 +37,21 @@ pub struct LayerWeights {
     pub up_projection: Tensor,
     /// `[h, Hall·Vo]`.
     pub output: Vec<f32>,
-    /// The MLP.
-    pub mlp: Mlp,
+    /// What stands behind attention.
+    pub feed_forward: FeedForward,
+}
+
+/// What stands behind attention in a layer.
+pub enum FeedForward {
+    /// An MLP.
+    Mlp(Mlp),
+    /// Experts.
+    Experts {
+        /// `[E, h]`.
+        router: Vec<f32>,
+        /// Weights of the experts, as a layer of them is given them.
+        experts: Tensors,
+    },
 }
 
 /// Weights of all layers and of what stands around them.
@@ -115,7 +128,6 @@ fn layers(
     latent: usize,
 ) -> Result<Vec<LayerWeights>, EngineError> {
     let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
-    let inner = inputs.get("w_down")?.shape().last().copied().unwrap_or(0);
     let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
         let shape: Vec<usize> = std::iter::once(plan.layers).chain(shape.iter().copied()).collect();
         Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &shape)?.to_f32())
@@ -124,13 +136,9 @@ fn layers(
     let key = read("w_key", &[key_dim, hidden])?;
     let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
     let output = read("w_output", &[hidden, all_heads * up_dim])?;
-    let [gate, up] = ["w_gate", "w_up"].map(|name| read(name, &[inner, hidden]));
-    let (gate, up, down) = (gate?, up?, read("w_down", &[hidden, inner])?);
-    let of = |all: &Vec<f32>, layer: usize| {
-        let size = all.len() / plan.layers;
-        all[layer * size..(layer + 1) * size].to_vec()
-    };
-    let layer = |layer: usize| LayerWeights {
+    let feed_forwards = feed_forwards(inputs, plan, hidden)?;
+    let of = |all: &[f32], layer: usize| part(all, plan.layers, layer);
+    let layer = |(layer, feed_forward): (usize, FeedForward)| LayerWeights {
         query: of(&query, layer),
         key: of(&key, layer),
         up_projection: Tensor::from_f32(
@@ -139,7 +147,55 @@ fn layers(
             &of(&up_projection, layer),
         ),
         output: of(&output, layer),
-        mlp: Mlp { gate: Some(of(&gate, layer)), up: of(&up, layer), down: of(&down, layer), inner },
+        feed_forward,
     };
-    Ok((0..plan.layers).map(layer).collect())
+    Ok((0..plan.layers).zip(feed_forwards).map(layer).collect())
+}
+
+/// One of equal parts.
+fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
+    let size = all.len() / parts;
+    all[index * size..(index + 1) * size].to_vec()
+}
+
+/// What stands behind attention in each layer: MLPs in the first ones.
+fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
+    let (dense, mixtures) = (plan.dense(), plan.mixtures());
+    let inner = |name: &str| -> Result<usize, EngineError> {
+        Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
+    };
+    let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
+        Ok(inputs.get(name)?.expect(name, Dtype::Bf16, shape)?.to_f32())
+    };
+    let mut found = Vec::new();
+    if dense > 0 {
+        let inner = inner("w_down")?;
+        let [gate, up] = ["w_gate", "w_up"].map(|name| read(name, &[dense, inner, hidden]));
+        let (gate, up, down) = (gate?, up?, read("w_down", &[dense, hidden, inner])?);
+        found.extend((0..dense).map(|layer| {
+            let of = |all: &[f32]| part(all, dense, layer);
+            FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
+        }));
+    }
+    if mixtures > 0 {
+        let inner = inner("expert_down")?;
+        let experts = inputs.get("w_router")?.shape().get(1).copied().unwrap_or(0);
+        let router = read("w_router", &[mixtures, experts, hidden])?;
+        let (rows, columns) = ([mixtures, experts, inner, hidden], [mixtures, experts, hidden, inner]);
+        let [gate, up] = ["expert_gate", "expert_up"].map(|name| read(name, &rows));
+        let (gate, up, down) = (gate?, up?, read("expert_down", &columns)?);
+        found.extend((0..mixtures).map(|layer| {
+            let of = |all: &[f32], shape: &[usize]| {
+                Tensor::from_f32(Dtype::Bf16, &shape[1..], &part(all, mixtures, layer))
+            };
+            FeedForward::Experts {
+                router: part(&router, mixtures, layer),
+                experts: Tensors::new()
+                    .with("w_gate", of(&gate, &rows))
+                    .with("w_up", of(&up, &rows))
+                    .with("w_down", of(&down, &columns)),
+            }
+        }));
+    }
+    Ok(found)
 }

@@ -6,7 +6,7 @@ use shardcheck_engine::{StackPlan, StreamLayout};
 use shardcheck_formats::round_bf16;
 
 use super::StackPolicies;
-use super::weights::Weights;
+use super::weights::{FeedForward, Weights};
 use crate::communicator::{Link, Stop};
 use crate::kda::normed;
 
@@ -78,7 +78,7 @@ impl Worker<'_> {
     }
 
     /// Own rows of all; zeros for those behind the last one.
-    fn scattered(&self, all: &[f32]) -> Vec<f32> {
+    pub fn scattered(&self, all: &[f32]) -> Vec<f32> {
         let hidden = self.weights.sizes.hidden;
         self.own_rows()
             .flat_map(|row| match all.get(row * hidden..(row + 1) * hidden) {
@@ -192,13 +192,25 @@ impl Worker<'_> {
         normed: &[f32],
         layer: usize,
     ) -> Result<Vec<f32>, Stop> {
-        let (hidden, mlp) = (self.weights.sizes.hidden, &self.weights.layers[layer].mlp);
+        let hidden = self.weights.sizes.hidden;
         let mut part = vec![0.0; normed.len()];
+        let FeedForward::Mlp(mlp) = &self.weights.layers[layer].feed_forward else {
+            return Err(Stop::crash(format!("layer {layer} has no MLP")));
+        };
         let inner = (self.policies.part)(self.link.rank, self.ranks(), mlp.inner);
         for (x, sum) in normed.chunks_exact(hidden).zip(part.chunks_exact_mut(hidden)) {
             mlp.add(x, inner.clone(), 1.0, sum);
         }
         self.update(Part::FeedForward, stream, part)
+    }
+
+    /// Logits of the experts of all rows, `[T, E]`, given the rows and, where the stream is whole, the stream.
+    pub fn router_logits(&self, stream: &[f32], normed: &[f32], router: &[f32]) -> Vec<f32> {
+        let hidden = self.weights.sizes.hidden;
+        let reads_stream = self.policies.router_reads_stream && stream.len() == normed.len();
+        let rows = if reads_stream { stream } else { normed };
+        let row = |x: &[f32]| -> Vec<f32> { router.chunks_exact(hidden).map(|w| dot(w, x)).collect() };
+        rows.chunks_exact(hidden).flat_map(row).collect()
     }
 
     /// Own rows of the sum of all ranks' parts.

@@ -1,7 +1,10 @@
 //! Sessions of a stack for the battery: prefill, rows that take the place of rejected ones, a second request, padding; a stream that is
-//! whole and one that is sharded.
+//! whole and one that is sharded; an MLP and experts.
 
-use shardcheck_engine::{Operation, StackPlan, StreamLayout, Tensor, Tensors};
+use shardcheck_engine::{
+    ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring, StackExperts, StackPlan, StreamLayout,
+    Tensor, Tensors,
+};
 use shardcheck_formats::Dtype;
 
 use super::Battery;
@@ -18,6 +21,36 @@ const UP_DIM: usize = 4;
 const ROTARY: usize = 8;
 const POSITIONS: usize = 32;
 const HEADS: usize = 2 * RANKS;
+const EXPERTS: usize = 5;
+
+/// One layer with an MLP, two with experts.
+const MIXED: StackExperts = StackExperts {
+    dense: 1,
+    router: Router {
+        scoring: Scoring::Sigmoid,
+        choice: ExpertChoice::Scores,
+        top_k: 2,
+        groups: 1,
+        top_groups: 1,
+        fill: MaskedFill::NegativeInfinity,
+        renormalise: Renormalise::Sum,
+        scale: 1.0,
+    },
+};
+const MIXTURES: usize = LAYERS - MIXED.dense;
+
+const SHOWN: [&str; 10] = [
+    "hidden",
+    "normed",
+    "update",
+    "query",
+    "key",
+    "attention",
+    "router_logits",
+    "topk_ids",
+    "logits",
+    "tokens",
+];
 
 /// `(length, new rows)` of both requests, and rows of padding.
 const STEPS: [([(i32, i32); 2], usize); 4] =
@@ -29,10 +62,10 @@ impl Battery<'_> {
             let scene = Scene::small(RANKS).with(|scene| scene.configuration.dcp = 2);
             let mut session = scene.open(self.engine);
             for (number, (requests, padding)) in STEPS.iter().enumerate() {
-                let operation = Operation::Forward { plan: StackPlan { layers: LAYERS, stream } };
+                let plan = StackPlan { layers: LAYERS, stream, experts: Some(MIXED) };
+                let operation = Operation::Forward { plan };
                 let reply = step(session.as_mut(), &operation, &mut inputs(number, requests, *padding));
-                let names = ["hidden", "normed", "update", "query", "key", "attention", "logits", "tokens"];
-                self.reply("stack", &names, &reply);
+                self.reply("stack", &SHOWN, &reply);
             }
         }
     }
@@ -62,8 +95,12 @@ fn inputs(number: usize, requests: &[(i32, i32); 2], padding: usize) -> Tensors 
         .with("w_key", matrix(5, &[LAYERS, KEY_DIM, HIDDEN], 0.5))
         .with("w_uv", matrix(6, &[LAYERS, HEADS, LATENT, UP_DIM], 1.0))
         .with("w_output", matrix(7, &[LAYERS, HIDDEN, HEADS * UP_DIM], 1.0))
-        .with("w_gate", matrix(8, &[LAYERS, INNER, HIDDEN], 1.0))
-        .with("w_up", matrix(9, &[LAYERS, INNER, HIDDEN], 1.0))
-        .with("w_down", matrix(10, &[LAYERS, HIDDEN, INNER], 1.0))
+        .with("w_gate", matrix(8, &[MIXED.dense, INNER, HIDDEN], 1.0))
+        .with("w_up", matrix(9, &[MIXED.dense, INNER, HIDDEN], 1.0))
+        .with("w_down", matrix(10, &[MIXED.dense, HIDDEN, INNER], 1.0))
+        .with("w_router", matrix(12, &[MIXTURES, EXPERTS, HIDDEN], 1.0))
+        .with("expert_gate", matrix(13, &[MIXTURES, EXPERTS, INNER, HIDDEN], 1.0))
+        .with("expert_up", matrix(14, &[MIXTURES, EXPERTS, INNER, HIDDEN], 1.0))
+        .with("expert_down", matrix(15, &[MIXTURES, EXPERTS, HIDDEN, INNER], 1.0))
         .with("w_head", matrix(11, &[VOCABULARY, HIDDEN], 1.0))
 }
