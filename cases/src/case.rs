@@ -11,7 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, Workload,
+    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, StackCase,
+    Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -43,6 +44,8 @@ pub enum Family {
     Context,
     /// Steps of one session.
     Sequence,
+    /// Steps of one session through all layers of a transformer.
+    Stack,
     /// Merge of given partials over ranks.
     MergePartials,
     /// Merge of two given states.
@@ -61,7 +64,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
@@ -79,6 +82,7 @@ impl Family {
         Self::Route,
         Self::Moe,
         Self::Sequence,
+        Self::Stack,
         Self::Rules,
     ];
 
@@ -96,6 +100,7 @@ impl Family {
             Self::Draft => "draft",
             Self::Context => "context",
             Self::Sequence => "sequence",
+            Self::Stack => "stack",
             Self::MergePartials => "merge_partials",
             Self::MergeStates => "merge_states",
             Self::MergeSegments => "merge_segments",
@@ -115,6 +120,7 @@ impl Family {
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::Kda => Some(OperationKind::Kda),
+            Self::Stack => Some(OperationKind::Forward),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
             Self::Verify => Some(OperationKind::Verify),
@@ -336,6 +342,8 @@ pub enum Body {
     Kda(KdaCase),
     /// Steps of one session.
     Sequence(SequenceCase),
+    /// Steps of a session through all layers of a transformer.
+    Stack(StackCase),
     /// Configuration rules.
     Rules(RuleCase),
 }
@@ -384,6 +392,7 @@ impl Case {
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
             Body::Kda(case) => return Some(case.operation()),
+            Body::Stack(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
@@ -406,6 +415,7 @@ impl Case {
             | Family::Route
             | Family::Moe
             | Family::Sequence
+            | Family::Stack
             | Family::Rules => return None,
         })
     }
@@ -422,6 +432,7 @@ impl Case {
             Body::SelectSparse(case) => Some(case.configuration()),
             Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
+            Body::Stack(case) => Some(case.configuration().clone()),
             Body::Rules(_) => None,
         }
     }

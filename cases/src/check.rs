@@ -43,6 +43,7 @@ impl Case {
             Body::SelectSparse(case) if self.family == Family::SelectSparse => case.check(),
             Body::Kda(case) if self.family == Family::Kda => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
+            Body::Stack(case) if self.family == Family::Stack => case.check(),
             Body::Rules(case) if self.family == Family::Rules => {
                 if case.rule.is_empty() || case.rule.contains('/') {
                     return out_of_range(format!("rule name {:?} is empty or holds a slash", case.rule));
@@ -62,6 +63,7 @@ impl Case {
             Body::SelectSparse(_) => {
                 out_of_range(format!("family {} does not go with a select_sparse body", self.family))
             }
+            Body::Stack(_) => out_of_range(format!("family {} does not go with a stack body", self.family)),
             Body::Kda(_) => out_of_range(format!("family {} does not go with a kda body", self.family)),
             Body::Sequence(_) => {
                 out_of_range(format!("family {} does not go with a sequence body", self.family))

@@ -4,6 +4,7 @@
 //! FAMILY/MODEL/CONFIGURATION/WORKLOAD/PROBE/SEED      attention
 //! FAMILY/STATES/PATTERN/VIEW/SEED                     merges
 //! sequence/MODEL/CONFIGURATION/NAME/STEPS/SEED        steps of one session; CONFIGURATION~CONFIGURATION for two KV groups
+//! stack/LAYERS/… as for a sequence …/SEED            the same through all layers of a transformer
 //! rules/RULE_SET/RULE                                 configuration rules
 //!
 //! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.a2a.lo_hi.qrep.pbm.k16+32
@@ -28,7 +29,7 @@ use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
     AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase, MergeCase,
     MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase, SequenceCase,
-    StateView, Workload, rules,
+    StackCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -52,15 +53,9 @@ impl Case {
                 let states = spell_states(case);
                 format!("{family}/{states}/{}/{}/{seed}", case.pattern.name(), case.view.name())
             }
-            Body::Sequence(case) => {
-                let mut configuration =
-                    spell_configuration(&case.model, &case.configuration, case.latent_output);
-                if let Some(second) = &case.configuration.second_group {
-                    let latent = case.latent_output && second.attention.is_mla();
-                    configuration += &format!("~{}", spell_configuration(&case.model, second, latent));
-                }
-                let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
-                format!("{family}/{model}/{configuration}/{name}/{steps}/{seed}")
+            Body::Sequence(case) => format!("{family}/{}/{seed}", spell_sequence(case)),
+            Body::Stack(case) => {
+                format!("{family}/{}/{}/{seed}", case.spell(), spell_sequence(&case.session))
             }
             Body::Pcp(case) => format!("{family}/{}", case.spell()),
             Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
@@ -92,12 +87,8 @@ impl FromStr for Case {
             let body =
                 AttentionCase { model: model.to_owned(), configuration, workload, probe, latent_output };
             Self::attention(family, body, number("seed", seed).map_err(fail)?)
-        } else if family == Family::Sequence {
-            let [_, model, configuration, name, steps, seed] = parts[..] else {
-                return Err(fail(format!("{} parts between slashes; a sequence id has 6", parts.len())));
-            };
-            let body = read_sequence(model, configuration, name, steps).map_err(fail)?;
-            Self::sequence(body, number("seed", seed).map_err(fail)?)
+        } else if matches!(family, Family::Sequence | Family::Stack) {
+            read_session(family, &parts).map_err(fail)?
         } else if family == Family::Acceptance {
             let [_, sampler, batch, pattern, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; an acceptance id has 5", parts.len())));
@@ -154,6 +145,17 @@ impl FromStr for Case {
         case.check()?;
         Ok(case)
     }
+}
+
+/// Model, configurations, name and steps.
+fn spell_sequence(case: &SequenceCase) -> String {
+    let mut configuration = spell_configuration(&case.model, &case.configuration, case.latent_output);
+    if let Some(second) = &case.configuration.second_group {
+        let latent = case.latent_output && second.attention.is_mla();
+        configuration += &format!("~{}", spell_configuration(&case.model, second, latent));
+    }
+    let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
+    format!("{model}/{configuration}/{name}/{steps}")
 }
 
 fn spell_configuration(model: &str, c: &Configuration, latent_output: bool) -> String {
@@ -419,6 +421,22 @@ fn read_configuration(
         second_group: None,
     };
     Ok((configuration, latent_output))
+}
+
+/// A case of several steps: a sequence, or a stack, whose layers stand before what a sequence has.
+fn read_session(family: Family, parts: &[&str]) -> Result<Case, String> {
+    let count = parts.len();
+    if family == Family::Stack {
+        let [_, stack, model, configuration, name, steps, seed] = *parts else {
+            return Err(format!("{count} parts between slashes; a stack id has 7"));
+        };
+        let session = read_sequence(model, configuration, name, steps)?;
+        return Ok(Case::stack(StackCase::read(stack, session)?, number("seed", seed)?));
+    }
+    let [_, model, configuration, name, steps, seed] = *parts else {
+        return Err(format!("{count} parts between slashes; a sequence id has 6"));
+    };
+    Ok(Case::sequence(read_sequence(model, configuration, name, steps)?, number("seed", seed)?))
 }
 
 /// A sequence; the configuration of a second KV group stands behind a `~`.

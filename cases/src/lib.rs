@@ -17,6 +17,7 @@ mod route;
 pub mod rules;
 mod sequence;
 mod sparse;
+mod stack;
 mod suites;
 mod workload;
 
@@ -42,5 +43,6 @@ pub use sequence::{
     generate_sequence, peak_blocks, turns,
 };
 pub use sparse::{IndexPattern, SelectCase};
+pub use stack::{StackCase, StackInputs, StackMixture, StackTurn, generate_stack};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -112,7 +112,7 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.merge {
         part.collect(seed, &mut suite);
     }
-    for part in &file.sequence {
+    for part in file.sequence.iter().chain(&file.stack) {
         part.collect(&mut suite);
     }
     for part in &file.pcp {
@@ -155,6 +155,7 @@ fn compile_key(case: &Case) -> Vec<String> {
     match &case.body {
         Body::Attention(body) => key_of(&body.model, &body.configuration),
         Body::Sequence(body) => key_of(&body.model, &body.configuration),
+        Body::Stack(body) => key_of(&body.session.model, body.configuration()),
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
@@ -247,10 +248,12 @@ struct SuiteFile {
     edge: Vec<Edge>,
     #[serde(default)]
     sequence: Vec<WrittenSequence>,
+    #[serde(default)]
+    stack: Vec<WrittenSequence>,
     generated: Option<GeneratedSequences>,
 }
 
-/// A sequence by hand: the id up to the seed, and why it is there.
+/// A session by hand, of a sequence or of a stack: the id up to the seed, and why it is there.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenSequence {
@@ -262,7 +265,7 @@ struct WrittenSequence {
 impl WrittenSequence {
     fn collect(&self, suite: &mut Collector) {
         let id = format!("{}/0", self.case);
-        suite.add(id.parse().unwrap_or_else(|error| panic!("a suite has a sequence by hand: {error}")));
+        suite.add(id.parse().unwrap_or_else(|error| panic!("a suite has a session by hand: {error}")));
     }
 }
 
@@ -557,7 +560,7 @@ mod tests {
         for name in SuiteName::ALL {
             let file: SuiteFile = toml::from_str(name.text()).unwrap();
             assert!(file.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
-            assert!(file.sequence.iter().all(|sequence| sequence.why.len() > 10), "{name}");
+            assert!(file.sequence.iter().chain(&file.stack).all(|own| own.why.len() > 10), "{name}");
         }
     }
 }

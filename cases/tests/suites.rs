@@ -85,6 +85,7 @@ fn families_of_the_gate_have_their_shares() {
         (Family::Route, 40),
         (Family::Moe, 48),
         (Family::Sequence, 70),
+        (Family::Stack, 11),
         (Family::Rules, 120),
     ] {
         let count = cases.iter().filter(|case| case.family == family).count();

@@ -24,6 +24,7 @@ use crate::routing::RouteMaterial;
 use crate::selecting::SelectMaterial;
 use crate::sequence::{Play, SequenceMaterial};
 use crate::sharing::SharingMaterial;
+use crate::stacking::StackMaterial;
 use crate::status::Status;
 
 pub use watched::{Change, Watched};
@@ -308,12 +309,28 @@ impl<'a> Laboratory<'a> {
         }
     }
 
-    /// Every step of a case of Kimi delta attention, performed once.
+    /// Material of a case of a stack.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn stack(&self) -> &'a StackMaterial {
+        match self.material {
+            Material::Stack(material) => material,
+            _ => panic!("a property of stacks on the case {}", self.case.id()),
+        }
+    }
+
+    /// Every step of a case of Kimi delta attention, or of a stack, performed once.
     ///
     /// # Errors
     /// [`Halt`] when the engine does not do one or fails; the same one each time.
     pub fn stepped(&self) -> Result<&[Observed], Halt> {
         let perform = || {
+            if let Material::Stack(material) = self.material {
+                let mut run = Run::open(&self.engine, material.configuration())?;
+                let turns = material.inputs.turns.iter();
+                return turns.map(|turn| run.step(&material.operation(), &material.tensors(turn))).collect();
+            }
             let material = self.delta();
             let mut run = Run::open(&self.engine, &material.configuration())?;
             let steps = material.inputs.steps.iter();
@@ -397,7 +414,7 @@ impl<'a> Laboratory<'a> {
                     written().map(|written| written.after.clone()).map_err(text),
                 ]
             }
-            (Material::Delta(_), _) => match self.stepped() {
+            (Material::Delta(_) | Material::Stack(_), _) => match self.stepped() {
                 Ok(steps) => steps.iter().map(|step| Ok(step.reply.clone())).collect(),
                 Err(halt) => vec![Err(text(halt))],
             },
@@ -436,7 +453,7 @@ impl<'a> Laboratory<'a> {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
-            Material::Delta(_) => {
+            Material::Delta(_) | Material::Stack(_) => {
                 let nothing = || Halt::Inconclusive("the case has no step".to_owned());
                 self.stepped()?.last().cloned().ok_or_else(nothing)
             }

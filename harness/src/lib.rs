@@ -51,6 +51,7 @@ pub mod self_test;
 pub mod sequence;
 pub mod sharing;
 pub mod shrink;
+pub mod stacking;
 pub mod status;
 pub mod store;
 pub mod summary;

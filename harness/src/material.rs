@@ -24,6 +24,7 @@ use crate::routing::RouteMaterial;
 use crate::selecting::SelectMaterial;
 use crate::sequence::SequenceMaterial;
 use crate::sharing::SharingMaterial;
+use crate::stacking::StackMaterial;
 
 pub(crate) use contracts::{contract_for, operation_of};
 
@@ -47,6 +48,8 @@ pub enum Material {
     Delta(Box<KdaMaterial>),
     /// Steps of one session.
     Sequence(Box<SequenceMaterial>),
+    /// Steps of a session through all layers of a transformer.
+    Stack(Box<StackMaterial>),
     /// Configuration rules need none.
     Rules,
 }
@@ -76,6 +79,7 @@ impl Material {
             Body::Sequence(own) => {
                 SequenceMaterial::new(own, seed, profile).map(Box::new).map(Self::Sequence)
             }
+            Body::Stack(own) => StackMaterial::new(own, seed, profile).map(Box::new).map(Self::Stack),
             Body::Rules(_) => Ok(Self::Rules),
         }
     }
@@ -85,6 +89,7 @@ impl Material {
         match self {
             Self::Attention(material) => material.coverage(),
             Self::Sequence(material) => material.coverage(),
+            Self::Stack(material) => material.coverage(),
             _ => Coverage::default(),
         }
     }

@@ -18,6 +18,7 @@ mod rules;
 mod segments;
 mod sequence;
 mod sparse;
+mod stack;
 mod states;
 mod statistics;
 mod write;
@@ -85,6 +86,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         identity::PROPERTIES,
         general::PROPERTIES,
         sequence::PROPERTIES,
+        stack::PROPERTIES,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

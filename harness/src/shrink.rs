@@ -11,6 +11,7 @@ mod moves;
 mod session;
 mod size;
 mod sparse;
+mod stack;
 
 use std::time::{Duration, Instant};
 

@@ -36,5 +36,6 @@ pub mod probable;
 pub mod probe;
 pub mod sparse;
 pub mod split;
+pub mod stack;
 pub mod statistics;
 pub mod visibility;

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 9] = [
+const CASES: [(&str, &str); 10] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -41,6 +41,10 @@ const CASES: [(&str, &str); 9] = [
         "steps of Kimi delta attention",
         "kda/softplus.h2.hv4.k8.v6.t4/tp2.dcp2.c4.d3/5.n0+0.n1_4.0+1.1_1.0-2w2+2.0+3.n1/slow/7",
     ),
+    (
+        "steps through all layers of a transformer",
+        "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/rejected/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7",
+    ),
     ("acceptance of drafted tokens", "acceptance/block.r2.v37.onehot/3_0_5-2x4/gaussian/7"),
     (
         "selection of tokens",
@@ -59,7 +63,9 @@ pub fn operations() -> String {
          in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\
          in select_sparse I heads of the indexer and D their width, k tokens of a row, m entries of a request's blocks;\n\
          in kda P = tp ranks, H query and key heads of all ranks and HV value heads, K and V their widths, taps of the convolution, C channels\n\
-         of a rank: H / P·K of queries, as many of keys, HV / P·V of values.\n",
+         of a rank: H / P·K of queries, as many of keys, HV / P·V of values;\n\
+         in forward L layers, V tokens of the vocabulary, h width of the stream and I of an MLP, P rotary width, Vo width of a head behind\n\
+         the up-projection, R rows of the stream on a rank.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

@@ -112,6 +112,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Sequence => {
             "the steps of one session: prefill, decode, verify with rejections, drafts, prefix hits, freed blocks, graph buckets"
         }
+        Family::Stack => {
+            "a small whole transformer: every step of a session from token ids through all layers to the greedy tokens"
+        }
         Family::Rules => {
             "whether launch settings are accepted, refused, or accepted with a feature switched off"
         }

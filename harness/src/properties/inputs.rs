@@ -27,6 +27,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Draft,
         Family::Context,
         Family::Sequence,
+        Family::Stack,
         Family::MergePartials,
         Family::MergeStates,
         Family::MergeSegments,

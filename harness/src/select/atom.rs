@@ -299,6 +299,7 @@ impl TruthAxis {
         let latent = match &case.body {
             Body::Attention(c) => c.latent_output,
             Body::Sequence(c) => c.latent_output,
+            Body::Stack(c) => c.session.latent_output,
             _ => return None,
         };
         session(case).map(|c| match self {
@@ -320,6 +321,7 @@ fn model(case: &Case) -> Option<&str> {
     match &case.body {
         Body::Attention(c) => Some(&c.model),
         Body::Sequence(c) => Some(&c.model),
+        Body::Stack(c) => Some(&c.session.model),
         _ => None,
     }
 }
@@ -329,6 +331,7 @@ fn session(case: &Case) -> Option<&Configuration> {
     match &case.body {
         Body::Attention(c) => Some(&c.configuration),
         Body::Sequence(c) => Some(&c.configuration),
+        Body::Stack(c) => Some(c.configuration()),
         _ => None,
     }
 }
@@ -342,7 +345,9 @@ fn merge(case: &Case) -> Option<&MergeCase> {
 
 fn exchange(case: &Case) -> Option<(CommBackend, LaneOrder)> {
     match &case.body {
-        Body::Attention(_) | Body::Sequence(_) => session(case).map(|c| (c.comm_backend, c.lane_order)),
+        Body::Attention(_) | Body::Sequence(_) | Body::Stack(_) => {
+            session(case).map(|c| (c.comm_backend, c.lane_order))
+        }
         Body::Merge(c) if case.family == Family::MergePartials => Some((c.comm_backend, c.lane_order)),
         _ => None,
     }

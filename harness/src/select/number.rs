@@ -17,6 +17,7 @@ impl NumberAxis {
             Body::Attention(attention) => Some(self.of_attention(attention)),
             Body::Merge(merge) => self.of_merge(case.family, merge),
             Body::Sequence(sequence) => self.of_sequence(sequence),
+            Body::Stack(stack) => self.of_sequence(&stack.session),
             Body::Pcp(pcp) => self.of_pcp(pcp),
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),

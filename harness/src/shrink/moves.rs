@@ -8,7 +8,7 @@ use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
 use super::size::key;
-use super::{experts, session, sparse};
+use super::{experts, session, sparse, stack};
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
 pub(crate) fn moves(case: &Case) -> Vec<Case> {
@@ -22,6 +22,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::SelectSparse(select) => sparse::moves(case, select),
         Body::Kda(kda) => kda_moves(kda, case.seed),
         Body::Sequence(sequence) => session::moves(case, sequence),
+        Body::Stack(stack) => stack::moves(case, stack),
         Body::Rules(_) => Vec::new(),
     };
     for seed in [0, 1, 2] {

@@ -9,7 +9,7 @@ use shardcheck_cases::{
 use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
-use super::{experts, session, sparse};
+use super::{experts, session, sparse, stack};
 
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -69,6 +69,7 @@ impl Size {
                 dims: kda.key_dim + kda.value_dim,
             },
             Body::Sequence(sequence) => session::size(sequence),
+            Body::Stack(stack) => stack::size(stack),
             Body::Rules(_) => Self { tokens: 0, world: 0, heads: 0, interleave: 0, block: 0, dims: 0 },
         }
     }
@@ -145,6 +146,7 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             (kda.value_heads - kda.heads.min(kda.value_heads)) as u64,
         ],
         Body::Sequence(sequence) => session::plainness(sequence),
+        Body::Stack(stack) => stack::plainness(stack),
         Body::Rules(_) => Vec::new(),
     };
     plain.push(case.seed);
@@ -174,6 +176,7 @@ pub fn work(case: &Case) -> usize {
             (kda.rows() + 1) * kda.value_heads * kda.key_dim * (kda.value_dim + kda.chunk) + 1000 * kda.tp
         }
         Body::Sequence(sequence) => session::work(sequence),
+        Body::Stack(stack) => stack::work(stack),
         Body::Rules(_) => 1,
     }
 }

@@ -89,9 +89,27 @@ pub fn decay(gate: Gate, a_log: f64, a: f64, bias: f64, arithmetic: &Arithmetic)
     }
 }
 
-/// `core / √(mean core² + ε) · weight · σ(gate)` of one head; the core is first stored.
+/// `x / √(mean x² + ε)`.
 ///
-/// As for [`normalise`], with the mean in place of the sum; no element of the quotient is beyond `√V`.
+/// As for [`normalise`], with the mean in place of the sum; no element of the quotient is beyond the root of their number.
+pub fn root_mean_square(row: &[Near], epsilon: f64, arithmetic: &Arithmetic) -> Vec<Near> {
+    let count = row.len() as f64;
+    let length = (row.iter().map(|x| x.value * x.value).sum::<f64>() / count + epsilon).sqrt();
+    let moved = (row.iter().map(|x| x.error * x.error).sum::<f64>() / count).sqrt();
+    let rounding = gamma(row.len() + 8, arithmetic.u_acc.max(U32));
+    row.iter()
+        .map(|x| {
+            let value = x.value / length;
+            let most = value.abs() + count.sqrt();
+            let error =
+                if moved < length { (x.error + value.abs() * moved) / (length - moved) } else { most };
+            let error = error.min(most);
+            Near { value, error: error + rounding * (value.abs() + error) }
+        })
+        .collect()
+}
+
+/// `core / √(mean core² + ε) · weight · σ(gate)` of one head; the core is first stored.
 pub fn gated_norm(
     core: &[Near],
     weight: &[f64],
@@ -100,19 +118,10 @@ pub fn gated_norm(
     arithmetic: &Arithmetic,
 ) -> Vec<Near> {
     let core: Vec<Near> = core.iter().map(|x| stored(*x, arithmetic)).collect();
-    let count = core.len() as f64;
-    let length = (core.iter().map(|x| x.value * x.value).sum::<f64>() / count + epsilon).sqrt();
-    let moved = (core.iter().map(|x| x.error * x.error).sum::<f64>() / count).sqrt();
-    let rounding = gamma(core.len() + 8, arithmetic.u_acc.max(U32));
-    core.iter()
+    root_mean_square(&core, epsilon, arithmetic)
+        .into_iter()
         .enumerate()
-        .map(|(index, x)| {
-            let value = x.value / length;
-            let most = value.abs() + count.sqrt();
-            let error =
-                if moved < length { (x.error + value.abs() * moved) / (length - moved) } else { most };
-            let error = error.min(most);
-            let error = error + rounding * (value.abs() + error);
+        .map(|(index, Near { value, error })| {
             let open = sigmoid(gate[index], 0.0, arithmetic);
             let whole = (value.abs() + error) * (open.value + open.error);
             let error = error * open.value + value.abs() * open.error + error * open.error;

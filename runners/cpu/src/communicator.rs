@@ -13,6 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use shardcheck_engine::EngineError;
+use shardcheck_formats::round_bf16;
 
 /// Ranks of a step: how many, in groups of how many, and how long one waits for its peers.
 #[derive(Debug, Clone, Copy)]
@@ -266,6 +267,30 @@ impl<'a> Link<'a> {
             .map(|pieces| pieces.get(self.member).cloned())
             .collect::<Option<_>>()
             .ok_or_else(|| Stop::crash(format!("a rank entered {name} with too few pieces")))
+    }
+
+    /// Sum of what the members have, every addition rounded to bf16, in an order of them by `(own place, members)`.
+    ///
+    /// # Errors
+    /// [`Stop`] as in [`Link::exchange`].
+    pub fn sum_in_bf16(
+        &self,
+        name: &'static str,
+        own: Vec<f32>,
+        members: &[usize],
+        order: fn(usize, usize) -> Vec<usize>,
+    ) -> Result<Vec<f32>, Stop> {
+        let received = self.exchange(name, own)?;
+        let parts: Vec<&Arc<Vec<f32>>> = members.iter().map(|member| &received[*member]).collect();
+        let at = members.iter().position(|member| *member == self.rank).unwrap_or(0);
+        let mut order = order(at, parts.len()).into_iter();
+        let mut sum = order.next().map_or_else(Vec::new, |first| parts[first].to_vec());
+        for part in order {
+            for (sum, value) in sum.iter_mut().zip(parts[part].iter()) {
+                *sum = round_bf16(*sum + value);
+            }
+        }
+        Ok(sum)
     }
 
     fn wait_for_all<'g>(

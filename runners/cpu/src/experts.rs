@@ -4,7 +4,6 @@
 //! slice: vllm-ascend `PrepareAndFinalizeWithMC2`. A part is stored in bf16 before it travels, and sums are of bf16, as in a collective.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use shardcheck_engine::{
     Activation, EngineError, ExpertSharding, MoeExchange, MoePlan, Reply, Router, SharedExpert, Tensor,
@@ -136,11 +135,15 @@ struct Rows {
 }
 
 /// Weights of one MLP.
-struct Mlp {
-    gate: Option<Vec<f32>>,
-    up: Vec<f32>,
-    down: Vec<f32>,
-    inner: usize,
+pub(crate) struct Mlp {
+    /// `[inner, hidden]`; without it the MLP is linear.
+    pub gate: Option<Vec<f32>>,
+    /// `[inner, hidden]`.
+    pub up: Vec<f32>,
+    /// `[hidden, inner]`.
+    pub down: Vec<f32>,
+    /// Inner width.
+    pub inner: usize,
 }
 
 /// What all ranks of a layer have in common.
@@ -338,12 +341,12 @@ impl<'a> Layer<'a> {
             sum.iter_mut().for_each(|value| *value = round_bf16(*value));
         }
         if plan.tp > 1 && policies.sums_tp {
-            sum = self.sum(link, "sum_tp", sum, &place.tensor_parallel_ranks(plan))?;
+            sum = link.sum_in_bf16("sum_tp", sum, &place.tensor_parallel_ranks(plan), policies.order)?;
         }
         if plan.exchange != MoeExchange::Local && (policies.gathers)(plan) {
             let all = (0..plan.dp * plan.pcp).map(|index| index * plan.tp + place.tp).collect();
             let members = (policies.summed)(all, link.rank, plan);
-            sum = self.sum(link, "reduce_scatter", sum, &members)?;
+            sum = link.sum_in_bf16("reduce_scatter", sum, &members, policies.order)?;
         }
         let rows = (policies.scattered)(at, sources.len(), each, own.len());
         let mut outcome = Outcome { out: Vec::new(), routed: Vec::new(), expert_tokens, slice_rows: each };
@@ -376,27 +379,6 @@ impl<'a> Layer<'a> {
             ids: (self.policies.gathered_ids)(&ids, at),
             real: parts.iter().flat_map(|part| part.real.iter().copied()).collect(),
         })
-    }
-
-    /// Sum of what the members have, every addition rounded to bf16.
-    fn sum(
-        &self,
-        link: &Link<'_>,
-        name: &'static str,
-        own: Vec<f32>,
-        members: &[usize],
-    ) -> Result<Vec<f32>, Stop> {
-        let received = link.exchange(name, own)?;
-        let parts: Vec<&Arc<Vec<f32>>> = members.iter().map(|member| &received[*member]).collect();
-        let at = members.iter().position(|member| *member == link.rank).unwrap_or(0);
-        let mut order = (self.policies.order)(at, parts.len()).into_iter();
-        let mut sum = order.next().map_or_else(Vec::new, |first| parts[first].to_vec());
-        for part in order {
-            for (sum, value) in sum.iter_mut().zip(parts[part].iter()) {
-                *sum = round_bf16(*sum + value);
-            }
-        }
-        Ok(sum)
     }
 
     /// The rank's part of the outputs of all rows.
@@ -524,7 +506,7 @@ impl<'a> Layer<'a> {
 
 impl Mlp {
     /// Adds `weight` times what the inner elements of a range give; what lies between the two products is stored in bf16.
-    fn add(&self, x: &[f32], inner: Range<usize>, weight: f32, sum: &mut [f32]) {
+    pub fn add(&self, x: &[f32], inner: Range<usize>, weight: f32, sum: &mut [f32]) {
         let dot = |matrix: &[f32], row: usize| -> f32 {
             matrix[row * x.len()..(row + 1) * x.len()].iter().zip(x).map(|(w, x)| w * x).sum()
         };

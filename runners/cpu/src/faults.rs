@@ -23,6 +23,7 @@ mod segments;
 mod settings;
 mod small;
 mod sparse;
+mod stack;
 mod stale;
 mod steps;
 mod transfer;
@@ -177,6 +178,7 @@ pub fn faults() -> &'static [Fault] {
             acceptance::FAULTS,
             sparse::FAULTS,
             kda::FAULTS,
+            stack::FAULTS,
         ]
         .concat()
     });

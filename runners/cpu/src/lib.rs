@@ -32,6 +32,7 @@ mod router;
 mod rules;
 mod session;
 mod sparse;
+mod stack;
 mod states;
 mod transfer;
 mod write;

@@ -17,6 +17,7 @@ use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::sparse::SparsePolicies;
+use crate::stack::StackPolicies;
 use crate::states::SegmentPolicies;
 use crate::transfer::TransferPolicies;
 
@@ -96,6 +97,8 @@ pub struct Policies {
     pub sparse: SparsePolicies,
     /// Kimi delta attention.
     pub kda: KdaPolicies,
+    /// Whole transformers.
+    pub stack: StackPolicies,
     /// Configuration rules.
     pub gates: GatePolicies,
     /// Session.
@@ -118,6 +121,7 @@ impl Policies {
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
         kda: KdaPolicies::HEALTHY,
+        stack: StackPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,
     };

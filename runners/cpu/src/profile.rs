@@ -49,7 +49,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
             Some(Contract { partial: Dtype::F32, output: Dtype::F32, ..attention_contract() })
         }
         // sums of the experts go element by element; parts travel in bf16 and are added in it
-        OperationKind::Route | OperationKind::Moe => Some(Contract {
+        OperationKind::Route | OperationKind::Moe | OperationKind::Forward => Some(Contract {
             u_acc: 1.0 / (1u64 << 24) as f64,
             depth: Depth::Any,
             ..Contract::bf16_default(Merge::AgRsBf16)

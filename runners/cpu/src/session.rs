@@ -3,7 +3,9 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
+use shardcheck_engine::{
+    Answer, Configuration, EngineError, Mask, Operation, Reply, Session, StackPlan, Tensors,
+};
 
 use crate::acceptance::accept_drafts;
 use crate::attend::attend;
@@ -20,6 +22,7 @@ use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::sparse;
+use crate::stack::{Scene, StackMemory, forward};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
 use crate::write::{load_cache, read_cache, write_kv};
@@ -44,6 +47,8 @@ struct Group {
     table: Option<BlockTable>,
     /// States of Kimi delta attention.
     kda: KdaMemory,
+    /// Caches of the layers of a stack.
+    stack: StackMemory,
 }
 
 impl CpuSession {
@@ -63,6 +68,7 @@ impl CpuSession {
             memories: vec![Memory::default(); configuration.tp],
             table: None,
             kda: KdaMemory::default(),
+            stack: StackMemory::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -86,6 +92,11 @@ impl CpuSession {
                 }
                 ref step => self.perform(*group, step, inputs),
             };
+        }
+        if matches!(operation, Operation::Forward { .. })
+            && self.groups.get(number).is_some_and(|group| !group.configuration.attention.is_mla())
+        {
+            return Ok(Answer::Unsupported("layers of a stack have latent attention".to_owned()));
         }
         if number >= self.groups.len() {
             let groups = self.groups.len();
@@ -178,8 +189,25 @@ impl Group {
                 let ranks = (configuration.tp, configuration.dcp);
                 self.kda.step(inputs, plan, ranks, &policies.kda)
             }
+            Operation::Forward { plan } => self.forward(inputs, plan, ranks, policies),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
+    }
+
+    /// A step through all layers of a stack.
+    fn forward(
+        &mut self,
+        inputs: &Tensors,
+        plan: StackPlan,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let rows = inputs.get("token_ids")?.len();
+        let batch = Batch::read(inputs, "seq_lens", Some(rows), self.configuration.blocks)?;
+        let metadata = self.recall(StepKind::Attend, batch.clone(), true, policies);
+        let (configuration, grids) = (&self.configuration, self.grids);
+        let scene = Scene { configuration, grids, batch: &batch, metadata: &metadata, ranks, policies };
+        forward(&scene, inputs, plan, &mut self.stack)
     }
 
     /// The block table that a step uses, given its own, which is kept for the other group's faults.

@@ -45,16 +45,26 @@ pub fn write_kv(
     Ok(Reply { outputs, collectives: vec![0; caches.len()], ..Reply::default() })
 }
 
-struct WriteBatch<'a> {
-    key: Vec<f32>,
-    value: Vec<f32>,
-    grid: Grid,
-    format: KvFormat,
-    policies: &'a Policies,
+/// Tokens that are written, as a rank has them.
+pub(crate) struct WriteBatch<'a> {
+    /// `[N, K, Dk]`.
+    pub key: Vec<f32>,
+    /// `[N, K, Dv]`; empty for MLA.
+    pub value: Vec<f32>,
+    /// Layout of the slots.
+    pub grid: Grid,
+    /// Format of the cache.
+    pub format: KvFormat,
+    /// Every policy.
+    pub policies: &'a Policies,
 }
 
 impl WriteBatch<'_> {
-    fn write_rank(
+    /// Writes those that a member of a group owns, and says where; −1 for the others.
+    ///
+    /// # Errors
+    /// A crash for a block that does not exist.
+    pub fn write_rank(
         &self,
         map: &WriteMap,
         member: usize,

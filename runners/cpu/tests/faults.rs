@@ -56,6 +56,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("kda", "state" | "gates") => all(&["kda"], &["state"]),
         ("kda", "core" | "window") => all(&["kda"], &[what]),
         ("kda", _) => all(&["kda"], &["out"]),
+        ("stack", _) => all(&["stack"], &[part_of_stack(what)]),
         ("acceptance", "statistics") => all(&["acceptance"], &["statistics"]),
         ("acceptance", _) => all(&["acceptance"], &["tokens", "accepted"]),
         ("sparse", "scores") => all(&["sparse"], &["index_scores"]),
@@ -87,6 +88,19 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sequence", "untouched") => all(&["sequence"], &["key_cache"]),
         ("sequence", "collectives") => all(&["sequence"], &["collectives"]),
         _ => panic!("no part of the battery shows {property}"),
+    }
+}
+
+/// What a property of stacks looks at.
+fn part_of_stack(property: &str) -> &str {
+    match property {
+        "embedding" | "residual" => "hidden",
+        "norm" => "normed",
+        "attention-update" | "feed-forward" => "update",
+        "ranks" => "tokens",
+        "router" => "router_logits",
+        "experts" => "topk_ids",
+        shown => shown,
     }
 }
 

@@ -160,7 +160,8 @@ impl Group {
             Operation::InGroup { .. }
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
-            | Operation::Kda { .. } => {
+            | Operation::Kda { .. }
+            | Operation::Forward { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -252,6 +253,9 @@ impl Session for CudaSession {
                 return unsupported("there is no kernel of an indexer".to_owned());
             }
             Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
+            Operation::Forward { .. } => {
+                return unsupported("no kernels stand between two attentions".to_owned());
+            }
             _ => {}
         }
         let groups = self.groups.len();

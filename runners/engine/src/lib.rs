@@ -18,6 +18,7 @@ mod profile;
 mod session;
 mod settings;
 mod sparse;
+mod stack;
 mod tensor;
 mod vocabulary;
 
@@ -35,4 +36,5 @@ pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile,
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
 pub use sparse::{SelectionMode, Selector, SlotList};
+pub use stack::{StackExperts, StackPlan, StreamLayout};
 pub use tensor::{Tensor, TensorError, Tensors};

@@ -6,9 +6,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Selector, Tensor, Tensors,
+    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Selector, StackPlan,
+    Tensor, Tensors,
 };
-use crate::{acceptance, kda, moe, sparse};
+use crate::{acceptance, kda, moe, sparse, stack};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -144,6 +145,14 @@ pub enum Operation {
         /// How decays are made, and what the session keeps.
         plan: KdaPlan,
     },
+    /// One step of new rows through all layers of a small transformer, from token ids to the greedy token behind each row.
+    ///
+    /// `L` layers, `V` tokens of the vocabulary, `h` hidden width, `I` inner width of an MLP, `P` rotary width, `Vo` width of a head behind the
+    /// up-projection. Row `t` of the `q` of a request of length `S` stands at position `S − q + t`, whose key it writes and sees.
+    Forward {
+        /// Which layers there are.
+        plan: StackPlan,
+    },
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -192,6 +201,8 @@ pub enum OperationKind {
     SelectSparse,
     /// [`Operation::Kda`].
     Kda,
+    /// [`Operation::Forward`].
+    Forward,
 }
 
 /// Who makes a tensor.
@@ -252,6 +263,7 @@ impl Operation {
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
             Self::SelectSparse { .. } => OperationKind::SelectSparse,
             Self::Kda { .. } => OperationKind::Kda,
+            Self::Forward { .. } => OperationKind::Forward,
         }
     }
 
@@ -264,7 +276,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -284,6 +296,7 @@ impl OperationKind {
         Self::AcceptDrafts,
         Self::SelectSparse,
         Self::Kda,
+        Self::Forward,
     ];
 
     /// Name as it stands in profiles and case ids.
@@ -308,6 +321,7 @@ impl OperationKind {
             Self::AcceptDrafts => "accept_drafts",
             Self::SelectSparse => "select_sparse",
             Self::Kda => "kda",
+            Self::Forward => "forward",
         }
     }
 
@@ -331,6 +345,7 @@ impl OperationKind {
             Self::AcceptDrafts => acceptance::TENSORS,
             Self::SelectSparse => sparse::SELECT,
             Self::Kda => kda::TENSORS,
+            Self::Forward => stack::TENSORS,
         }
     }
 }

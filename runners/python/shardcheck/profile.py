@@ -29,6 +29,7 @@ OPERATIONS = (
     "accept_drafts",
     "select_sparse",
     "kda",
+    "forward",
 )
 """Every operation, which is also the name of the session's method."""
 

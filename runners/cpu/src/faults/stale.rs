@@ -261,7 +261,7 @@ pub(super) const FAULTS: &[Fault] = &[
         "rejected-token-kept",
         "a slot that holds a token of the position already is not written again: a rejected token stays",
         &["vllm-ascend#10032"],
-        CONTENT,
+        &["sequence.writers", "sequence.output", "stack.attention"],
         |p| p.session.overwrites = |m, slot, origin| m.origins.insert(slot, origin) != Some(origin),
     ),
     fault(

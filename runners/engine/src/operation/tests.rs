@@ -1,7 +1,7 @@
 //! Operations read back as they were written, and their tensors are named once.
 
 use super::*;
-use crate::KdaGate;
+use crate::{KdaGate, StreamLayout};
 
 #[test]
 fn every_operation_names_its_tensors_once() {
@@ -60,6 +60,7 @@ fn an_operation_survives_a_json_round_trip() {
             },
         },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
+        Operation::Forward { plan: StackPlan { layers: 3, stream: StreamLayout::Sharded, experts: None } },
     ] {
         let text = serde_json::to_string(&operation).unwrap();
         assert_eq!(serde_json::from_str::<Operation>(&text).unwrap(), operation);

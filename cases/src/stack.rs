@@ -1,0 +1,272 @@
+//! Cases of a whole transformer: a session whose steps run through all its layers.
+
+mod inputs;
+
+use serde::{Deserialize, Serialize};
+use shardcheck_engine::{
+    Attention, Configuration, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring,
+    StackExperts, StackPlan, StreamLayout,
+};
+
+pub use inputs::{StackInputs, StackTurn, generate_stack};
+
+use crate::id::Tokens;
+use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step, turns};
+
+/// Most layers.
+const MAX_LAYERS: usize = 64;
+/// Widest stream, MLP and vocabulary.
+const MAX_STACK_WIDTH: usize = 1 << 12;
+/// Most elements of the weights, and of what all ranks show of all steps.
+const MAX_STACK_ELEMENTS: usize = 1 << 24;
+
+/// Layers of a stack that have experts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackMixture {
+    /// Experts E of a layer, each as wide as an MLP.
+    pub experts: usize,
+    /// Experts k of a row.
+    pub top_k: usize,
+    /// Layers, the first ones, that have an MLP.
+    pub dense: usize,
+}
+
+/// A transformer, and the session that runs it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackCase {
+    /// Layers L.
+    pub layers: usize,
+    /// Width h of the stream.
+    pub hidden: usize,
+    /// Inner width I of an MLP.
+    pub inner: usize,
+    /// Tokens V of the vocabulary.
+    pub vocabulary: usize,
+    /// Where rows lie between layers.
+    pub stream: StreamLayout,
+    /// Layers that have experts in place of an MLP; absent: none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub mixture: Option<StackMixture>,
+    /// What the session is opened with, and its steps, of which a run is one through all layers.
+    pub session: SequenceCase,
+}
+
+impl StackCase {
+    /// What the steps ask for.
+    pub fn plan(&self) -> StackPlan {
+        let router = |top_k: usize| Router {
+            scoring: Scoring::Sigmoid,
+            choice: ExpertChoice::Scores,
+            top_k,
+            groups: 1,
+            top_groups: 1,
+            fill: MaskedFill::NegativeInfinity,
+            renormalise: Renormalise::Sum,
+            scale: 1.0,
+        };
+        let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
+        StackPlan { layers: self.layers, stream: self.stream, experts }
+    }
+
+    /// Each step.
+    pub fn operation(&self) -> Operation {
+        Operation::Forward { plan: self.plan() }
+    }
+
+    /// What a session is opened with.
+    pub fn configuration(&self) -> &Configuration {
+        &self.session.configuration
+    }
+
+    /// Rotary width, the last elements of a query or key.
+    pub fn rotary(&self) -> usize {
+        match self.session.configuration.attention {
+            Attention::Mla { qk_rope_head_dim, .. } => qk_rope_head_dim,
+            Attention::Gqa { .. } => 0,
+        }
+    }
+
+    /// Shape of each weight, without the rotary table, by name.
+    pub fn weight_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
+        let Self { layers, hidden, inner, vocabulary, .. } = *self;
+        let configuration = self.configuration();
+        let (heads, attention) = (configuration.total_heads(), configuration.attention);
+        let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
+        let (dense, mixtures) = (self.plan().dense(), self.plan().mixtures());
+        let mut shapes = vec![
+            ("embedding", vec![vocabulary, hidden]),
+            ("w_query", vec![layers, heads, key_dim, hidden]),
+            ("w_key", vec![layers, key_dim, hidden]),
+            ("w_uv", vec![layers, heads, latent, up_dim]),
+            ("w_output", vec![layers, hidden, heads * up_dim]),
+            ("w_gate", vec![dense, inner, hidden]),
+            ("w_up", vec![dense, inner, hidden]),
+            ("w_down", vec![dense, hidden, inner]),
+            ("w_head", vec![vocabulary, hidden]),
+        ];
+        if let Some(StackMixture { experts, .. }) = self.mixture {
+            shapes.extend([
+                ("w_router", vec![mixtures, experts, hidden]),
+                ("expert_gate", vec![mixtures, experts, inner, hidden]),
+                ("expert_up", vec![mixtures, experts, inner, hidden]),
+                ("expert_down", vec![mixtures, experts, hidden, inner]),
+            ]);
+        }
+        shapes
+    }
+
+    /// Checks sizes, and that the session has nothing but steps through the layers.
+    pub(crate) fn check(&self) -> Result<(), CaseError> {
+        let fail = |reason: String| Err(CaseError::OutOfRange(reason));
+        for (name, value, most) in [
+            ("layers", self.layers, MAX_LAYERS),
+            ("hidden", self.hidden, MAX_STACK_WIDTH),
+            ("inner", self.inner, MAX_STACK_WIDTH),
+            ("vocabulary", self.vocabulary, MAX_STACK_WIDTH),
+        ] {
+            if value == 0 || value > most {
+                return fail(format!("{name} is {value}; it must be between 1 and {most}"));
+            }
+        }
+        if let Some(StackMixture { experts, top_k, dense }) = self.mixture
+            && (experts > MAX_STACK_WIDTH || !(1..=experts).contains(&top_k) || dense >= self.layers)
+        {
+            return fail(format!(
+                "{top_k} of {experts} experts behind {dense} of {} layers: there must be as many, and a layer for them",
+                self.layers
+            ));
+        }
+        self.session.check()?;
+        let configuration = self.configuration();
+        if !configuration.attention.is_mla() || !self.rotary().is_multiple_of(2) {
+            return fail(
+                "a stack has latent attention whose rotary part is a whole number of pairs".to_owned(),
+            );
+        }
+        if self.session.latent_output || configuration.second_group.is_some() {
+            return fail("a stack has up-projections, and one KV group".to_owned());
+        }
+        let other = |step: &&Step| match step {
+            Step::Run { kind, .. } => !matches!(kind, RunKind::Decode | RunKind::Verify),
+            Step::Import { .. } => true,
+            _ => false,
+        };
+        if let Some(step) = self.session.steps.iter().find(other) {
+            return fail(format!(
+                "{step} is no step through layers; rows of any number are v, single ones d"
+            ));
+        }
+        let weights = self.weight_shapes().iter().map(|(_, shape)| elements(shape)).max().unwrap_or(0);
+        let turns = turns(&self.session, 0).map_err(CaseError::OutOfRange)?;
+        let rows: usize =
+            turns.iter().map(|turn| turn.new_tokens.iter().sum::<usize>() + turn.padded_rows).sum();
+        let row = self.plan().places() * self.hidden * 3
+            + self.layers * configuration.total_heads() * configuration.attention.qk_dim()
+            + self.vocabulary;
+        let shown = elements(&[rows, row, configuration.tp]);
+        if weights > MAX_STACK_ELEMENTS || shown > MAX_STACK_ELEMENTS {
+            return fail(format!("more than {MAX_STACK_ELEMENTS} elements of weights, or of what is shown"));
+        }
+        Ok(())
+    }
+
+    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer.
+    pub(crate) fn spell(&self) -> String {
+        let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
+        let mixture = self
+            .mixture
+            .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
+        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}")
+    }
+
+    /// Reads what [`Self::spell`] wrote.
+    pub(crate) fn read(stack: &str, session: SequenceCase) -> Result<Self, String> {
+        let mut tokens = Tokens::split(stack);
+        let mixture = match tokens.take_number("e") {
+            None => None,
+            Some(experts) => Some(StackMixture {
+                experts,
+                top_k: tokens.need_number("k")?,
+                dense: tokens.need_number("d")?,
+            }),
+        };
+        let case = Self {
+            layers: tokens.need_number("l")?,
+            hidden: tokens.need_number("h")?,
+            inner: tokens.need_number("i")?,
+            vocabulary: tokens.need_number("v")?,
+            stream: tokens.need("layout of the stream", &StreamLayout::ALL, StreamLayout::name)?,
+            mixture,
+            session,
+        };
+        tokens.finish()?;
+        Ok(case)
+    }
+}
+
+/// Product of sizes, as large as there is where it is larger.
+fn elements(shape: &[usize]) -> usize {
+    shape.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
+}
+
+impl Case {
+    /// A case of a stack of the current schema version.
+    pub fn stack(body: StackCase, seed: u64) -> Self {
+        let schema_version = crate::CASE_SCHEMA_VERSION;
+        Self { schema_version, family: Family::Stack, body: Body::Stack(body), seed }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ID: &str = "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/drafts/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7";
+
+    #[test]
+    fn an_id_and_the_json_read_back() {
+        let case: Case = ID.parse().unwrap();
+        assert_eq!(case.id(), ID);
+        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        case.configuration().unwrap().check().unwrap();
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None });
+        let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
+        let case: Case = id.parse().unwrap();
+        assert_eq!(case.id(), id);
+        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        assert_eq!((body.plan().dense(), body.plan().mixtures()), (1, 1));
+    }
+
+    #[test]
+    fn what_contradicts_itself_is_refused_with_the_reason() {
+        for (from, to, reason) in [
+            ("l2.", "l0.", "layers is 0"),
+            ("l2.", "", "\"l\" with a whole number is missing"),
+            ("h24", "h99999", "hidden is 99999"),
+            ("i20", "i0", "inner is 0"),
+            ("sharded", "split", "layout of the stream is missing"),
+            ("sharded", "sharded.x1", "unknown here"),
+            ("v37", "v0", "vocabulary is 0"),
+            ("sharded", "sharded.e4.k5.d1", "5 of 4 experts"),
+            ("sharded", "sharded.e4.k2.d2", "and a layer for them"),
+            ("sharded", "sharded.e4.k2", "\"d\" with a whole number is missing"),
+            ("dcp2", "dcp3", "does not divide"),
+            ("hi_lo/", "hi_lo.lat/", "up-projections"),
+            ("d0,1/", "p0+2.c4/", "is no step through layers"),
+            ("d0,1/", "b0+2/", "is no step through layers"),
+            ("r0-3", "r0-30", "can't lose 30"),
+            ("tp4.", "mla16+7v12.tp4.", "whole number of pairs"),
+            ("bf16.a2a.hi_lo/", "bf16.a2a.hi_lo~tp4.dcp1.h1.s1.b4.bf16.ag_rs/", "one KV group"),
+            ("v0+9,", "v0+9000,", "elements"),
+            ("/7", "", "parts between slashes"),
+        ] {
+            let text = ID.replacen("n9.", "", 1).replacen(from, to, 1);
+            let error = text.parse::<Case>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{from} {to}: {error}");
+        }
+    }
+}

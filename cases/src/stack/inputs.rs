@@ -1,0 +1,179 @@
+//! Inputs of a case of a stack: weights, tokens, and the tensors of each step.
+
+use shardcheck_engine::{Tensor, Tensors};
+use shardcheck_formats::{Counter, Dtype, round_bf16};
+
+use super::StackCase;
+use crate::{Inputs, Turn, turns};
+
+/// Streams of a case's seed.
+#[derive(Clone, Copy)]
+enum Stream {
+    Weights = 430,
+    Tokens = 431,
+}
+
+/// Deviation of the scores: some tokens carry most of the weight, so that a wrong one moves much.
+const SCORE: f64 = 1.5;
+/// Base of the rotary frequencies.
+const THETA: f64 = 10_000.0;
+
+/// Inputs of one case.
+#[derive(Debug, Clone)]
+pub struct StackInputs {
+    /// Weights by name, as every step has them.
+    pub weights: Tensors,
+    /// Token of the vocabulary of each token of the session, by its number there.
+    pub tokens: Vec<i32>,
+    /// Runs, in order.
+    pub turns: Vec<StackTurn>,
+}
+
+/// One run of the session.
+#[derive(Debug, Clone)]
+pub struct StackTurn {
+    /// What the scheduler decided.
+    pub turn: Turn,
+    /// The run as a step of attention; its queries and keys stand for those of no layer.
+    pub inputs: Inputs,
+}
+
+/// Makes the inputs of a case. Equal arguments give equal inputs.
+///
+/// # Errors
+/// The first step of the session that can't be taken, and why.
+pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String> {
+    let of_turn = |turn: Turn| StackTurn { inputs: turn.inputs(&case.session, seed), turn };
+    let turns: Vec<StackTurn> = turns(&case.session, seed)?.into_iter().map(of_turn).collect();
+    let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
+    let count = numbers.max().map_or(0, |last| last as usize + 1);
+    let longest = turns.iter().flat_map(|own| own.turn.tokens.iter().map(Vec::len)).max().unwrap_or(0);
+    let mut counter = Counter::new(seed, Stream::Tokens as u32);
+    let tokens = (0..count).map(|_| counter.below(case.vocabulary as u64) as i32).collect();
+    Ok(StackInputs { weights: weights(case, seed, longest), tokens, turns })
+}
+
+fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
+    let mut counter = Counter::new(seed, Stream::Weights as u32);
+    let configuration = case.configuration();
+    let (hidden, inner) = (case.hidden as f64, case.inner as f64);
+    let attention = configuration.attention;
+    let largest = configuration.kv_dtype.max_finite() * f64::from(configuration.kv_scale);
+    // keys of deviation 1, or less where the cache format ends at 8 deviations
+    let unit = (largest / 8.0).min(1.0);
+    let score = SCORE / (f64::from(configuration.softmax_scale) * unit * (attention.qk_dim() as f64).sqrt());
+    let attended = (configuration.total_heads() * attention.v_head_dim()) as f64;
+    let mut tensors = Tensors::new();
+    for (name, shape) in case.weight_shapes() {
+        let deviation = match name {
+            "embedding" => 1.0,
+            "w_query" => score / hidden.sqrt(),
+            "w_key" => unit / hidden.sqrt(),
+            "w_uv" => 1.0 / (unit * (attention.value_dim() as f64).sqrt()),
+            // what attention gives is a mean, and smaller than what it is a mean of
+            "w_output" => 2.0 / attended.sqrt(),
+            "w_down" | "expert_down" => 2.0 / inner.sqrt(),
+            // scores of experts far enough apart that most rows have one set of them
+            "w_router" => 2.0 / hidden.sqrt(),
+            _ => 1.0 / hidden.sqrt(),
+        };
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|_| round_bf16((counter.gaussian() * deviation) as f32))
+            .collect();
+        tensors.insert(name, Tensor::from_f32(Dtype::Bf16, &shape, &values));
+    }
+    let places = case.plan().places();
+    let norm: Vec<f32> =
+        (0..places * case.hidden).map(|_| (1.0 + 0.25 * counter.gaussian()) as f32).collect();
+    tensors.insert("norm_weight", Tensor::from_f32(Dtype::F32, &[places, case.hidden], &norm));
+    tensors.insert("rotary", rotary(case.rotary(), positions));
+    tensors
+}
+
+/// Cosines of each pair's angle at each position, then their sines.
+fn rotary(width: usize, positions: usize) -> Tensor {
+    let half = width / 2;
+    let angle =
+        |position: usize, pair: usize| position as f64 * THETA.powf(-2.0 * pair as f64 / width as f64);
+    let mut values = Vec::new();
+    for position in 0..positions {
+        for turn in [f64::cos, f64::sin] {
+            values.extend((0..half).map(|pair| turn(angle(position, pair)) as f32));
+        }
+    }
+    Tensor::from_f32(Dtype::F32, &[positions, width], &values)
+}
+
+impl StackInputs {
+    /// Token ids of the rows of a run, graph padding included.
+    pub fn token_ids(&self, case: &StackCase, turn: &StackTurn) -> Vec<i32> {
+        let mut ids = Vec::new();
+        for (tokens, new) in turn.turn.tokens.iter().zip(&turn.turn.new_tokens) {
+            ids.extend(tokens[tokens.len() - new..].iter().map(|number| self.tokens[*number as usize]));
+        }
+        // padding rows have a token as well, and not one that looks like nothing
+        ids.resize(ids.len() + turn.turn.padded_rows, case.vocabulary as i32 - 1);
+        ids
+    }
+
+    /// Tensors of a run.
+    pub fn tensors(&self, case: &StackCase, turn: &StackTurn) -> Tensors {
+        let ids = self.token_ids(case, turn);
+        let mut tensors = turn.inputs.layout().with("token_ids", Tensor::from_i32(&[ids.len()], &ids));
+        for (name, tensor) in self.weights.iter() {
+            tensors.insert(name, tensor.clone());
+        }
+        tensors
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Body, Case, StackMixture};
+    use shardcheck_engine::{OperationKind, Provenance};
+
+    fn case() -> StackCase {
+        let id = "stack/l2.h24.i20.v37.whole/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
+        match id.parse::<Case>().unwrap().body {
+            Body::Stack(body) => body,
+            _ => panic!("another body"),
+        }
+    }
+
+    #[test]
+    fn a_step_has_every_given_tensor_and_tokens_of_its_rows() {
+        let case = case();
+        let inputs = generate_stack(&case, 3).unwrap();
+        let step = inputs.tensors(&case, &inputs.turns[1]);
+        let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
+        let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
+        let (absent, there): (Vec<_>, Vec<_>) =
+            given.clone().partition(|tensor| of_experts.contains(&tensor.name));
+        assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
+        assert_eq!(step.iter().count(), there.len());
+        let mixture = Some(StackMixture { experts: 5, top_k: 2, dense: 0 });
+        let mixed = StackCase { mixture, ..case.clone() };
+        let inputs_mixed = generate_stack(&mixed, 3).unwrap();
+        let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);
+        assert!(absent.iter().all(|tensor| mixed.find(tensor.name).is_some()));
+        assert_eq!(mixed.get("w_gate").unwrap().shape(), [0, 20, 24]);
+        assert_eq!(step.get("token_ids").unwrap().len(), 7);
+        assert_eq!(step.get("token_ids").unwrap().to_i64()[5..], [36, 36]);
+        assert_eq!(step.get("seq_lens").unwrap().to_i64(), [8, 2]);
+        assert_eq!(step.get("rotary").unwrap().shape(), [8, case.rotary()]);
+        let again = generate_stack(&case, 3).unwrap();
+        assert_eq!((again.weights, again.tokens), (inputs.weights, inputs.tokens.clone()));
+        assert_ne!(generate_stack(&case, 4).unwrap().tokens, inputs.tokens);
+    }
+
+    #[test]
+    fn a_token_that_takes_the_place_of_a_rejected_one_is_drawn_anew() {
+        let case = case();
+        let inputs = generate_stack(&case, 3).unwrap();
+        let number = |turn: usize, place: usize| inputs.turns[turn].turn.tokens[0][place];
+        assert_ne!(number(1, 6), number(2, 6));
+        assert_eq!(number(1, 5), number(2, 5));
+        assert!(inputs.tokens.iter().all(|token| (0..37).contains(token)));
+    }
+}

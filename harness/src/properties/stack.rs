@@ -1,0 +1,558 @@
+//! Laws of a whole transformer, stage by stage: each of what the engine itself showed of the stage before.
+
+mod mixture;
+
+use shardcheck_cases::{Body, Case, Family, StackTurn};
+use shardcheck_engine::StreamLayout;
+
+use super::{Property, always};
+use crate::finding::{Failure, Finding, Measured, Stage};
+use crate::judge::{Allowed, Comparison};
+use crate::laboratory::{Halt, Laboratory};
+use crate::stacking::{KeyStore, Shown, StackMaterial, View, place};
+
+const STACK: &[Family] = &[Family::Stack];
+const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
+
+pub(super) const PROPERTIES: &[Property] = &[
+    Property {
+        id: "stack.embedding",
+        statement: "the stream begins with the embedding of each row's token, also where the token lies on another rank",
+        source: "vLLM `VocabParallelEmbedding`: a rank embeds its own entries, zeros stand for all others, then the sum",
+        bugs: &[],
+        tolerance: "exact: a sum with zeros",
+        families: STACK,
+        applies: always,
+        check: embedding,
+    },
+    Property {
+        id: "stack.norm",
+        statement: "before each attention, each MLP and the head, every rank has all rows of the stream normed by the weights of that place",
+        source: "vLLM `RMSNorm`; sequence parallelism gathers behind the norm",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: norm,
+    },
+    Property {
+        id: "stack.query",
+        statement: "a layer's queries are projections of its normed rows by its own weights, turned to the rows' positions",
+        source: "vLLM `MLAAttention`; positions are L − q + t",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: query,
+    },
+    Property {
+        id: "stack.key",
+        statement: "a layer's new keys likewise, on every rank",
+        source: "vLLM `MLAAttention`; positions are L − q + t",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: key,
+    },
+    Property {
+        id: "stack.attention",
+        statement: "a layer attends to the keys that this layer wrote, those of this step included, rejected ones overwritten",
+        source: "every layer has a cache of its own; block table and lengths are those of the step for all of them",
+        bugs: &["vllm-ascend#7549", "vllm-ascend#10878"],
+        tolerance: "certified bound of decode and verify, for the queries and keys that the engine showed",
+        families: STACK,
+        applies: always,
+        check: attention,
+    },
+    Property {
+        id: "stack.attention-update",
+        statement: "attention adds the projection of all heads of all ranks",
+        source: "vLLM `RowParallelLinear`: parts of ranks are summed once",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: attention_update,
+    },
+    Property {
+        id: "stack.router",
+        statement: "a layer of experts routes each row by the product of its normed row and its own router, on every rank",
+        source: "vLLM `DeepseekV2MoE`: the gate is replicated, and reads what the experts read",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: has_experts,
+        check: mixture::router,
+    },
+    Property {
+        id: "stack.experts",
+        statement: "the experts of a row are the best by the logits that rank 0 shows, ties by any rule, and the same on every rank",
+        source: "as for a router by itself",
+        bugs: &[],
+        tolerance: "exact: sets, for scores within their rounding",
+        families: STACK,
+        applies: has_experts,
+        check: mixture::experts,
+    },
+    Property {
+        id: "stack.feed-forward",
+        statement: "an MLP, or the experts that a row has, adds what it gives of its normed rows, its parts shared out over ranks",
+        source: "vLLM `MergedColumnParallelLinear`, `RowParallelLinear`, `FusedMoE`",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: mixture::feed_forward,
+    },
+    Property {
+        id: "stack.residual",
+        statement: "the stream behind an update is the stream before it and the update, once, row by row",
+        source: "vLLM `fused_add_rms_norm`; the residual of a sharded stream stays sharded",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: residual,
+    },
+    Property {
+        id: "stack.logits",
+        statement: "every rank has the logits of the whole vocabulary in its order, of the last norm's rows",
+        source: "vLLM `ParallelLMHead`, `LogitsProcessor`",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STACK,
+        applies: always,
+        check: logits,
+    },
+    Property {
+        id: "stack.tokens",
+        statement: "the token behind a row is that of the largest of the logits that the rank shows, the lowest of equal ones",
+        source: "greedy decoding; argmax of ties as in the reference implementations",
+        bugs: &[],
+        tolerance: "exact: integers",
+        families: STACK,
+        applies: always,
+        check: tokens,
+    },
+    Property {
+        id: "stack.ranks",
+        statement: "what every rank has whole is the same on all ranks: normed rows, keys, logits, tokens, and a stream that is not sharded",
+        source: "ranks go on with their own copies, and must go on alike",
+        bugs: &[],
+        tolerance: "exact: codes",
+        families: STACK,
+        applies: |case| stack_tp(case) > 1,
+        check: ranks,
+    },
+];
+
+fn has_experts(case: &Case) -> bool {
+    matches!(&case.body, Body::Stack(stack) if stack.mixture.is_some())
+}
+
+fn stack_tp(case: &Case) -> usize {
+    case.configuration().map_or(1, |configuration| configuration.tp)
+}
+
+/// One run under judgement.
+struct Scene<'a> {
+    material: &'a StackMaterial,
+    turn: &'a StackTurn,
+    shown: Shown<'a>,
+}
+
+/// What a row of a tensor may be.
+type RowAllowed = Vec<Allowed>;
+
+/// Judges a tensor of every run, row by row along its last axis; `wanted` gives what the row at some indices may be, nothing where it is
+/// not judged, and `words` the place of such a row.
+fn every_run(
+    laboratory: &Laboratory,
+    name: &str,
+    headline: &str,
+    stage: Stage,
+    mut wanted: impl FnMut(&Scene<'_>, &View) -> Result<Vec<Option<RowAllowed>>, Halt>,
+    words: impl Fn(&Scene<'_>, &[usize]) -> String,
+) -> Result<Finding, Halt> {
+    let material = laboratory.stack();
+    let mut measured = Measured::exact(0);
+    for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
+        let scene = Scene { material, turn, shown: Shown::of(material, turn, observed) };
+        let seen = scene.shown.tensor(name)?;
+        let width = if seen.shape.len() > 2 { seen.shape[seen.shape.len() - 1] } else { 1 };
+        let rows = wanted(&scene, &seen)?;
+        let allowed: Vec<Allowed> =
+            rows.into_iter().flat_map(|row| row.unwrap_or_else(|| vec![Allowed::Undefined; width])).collect();
+        let values: Vec<f64> = seen.values.iter().map(|value| f64::from(*value)).collect();
+        let outer = &seen.shape[..if seen.shape.len() > 2 { seen.shape.len() - 1 } else { 2 }];
+        let place = |flat: usize| {
+            let at = indices(flat / width, outer);
+            format!("{}, rank {}, {}, dim {}", material.name(turn), at[0], words(&scene, &at), flat % width)
+        };
+        let comparison = Comparison::all(name, &values, &allowed);
+        if let Some(first) = comparison.broken().first() {
+            let failure =
+                comparison.failure(headline, stage, place).note(format!("first in {}", place(*first)));
+            return Ok(Finding::Broken(Box::new(failure)));
+        }
+        measured = measured.and(comparison.measured());
+    }
+    Ok(Finding::Holds(measured))
+}
+
+/// Indices of a flat one.
+fn indices(mut flat: usize, shape: &[usize]) -> Vec<usize> {
+    let mut at: Vec<usize> = shape
+        .iter()
+        .rev()
+        .map(|size| {
+            let index = flat % (*size).max(1);
+            flat /= (*size).max(1);
+            index
+        })
+        .collect();
+    at.reverse();
+    at
+}
+
+/// Every index of some axes, the last one fastest.
+fn grid(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
+    (0..shape.iter().product()).map(|flat| indices(flat, shape))
+}
+
+/// A place of the stream in words.
+fn stream_words(place: usize, layers: usize) -> String {
+    match place {
+        place if place == 2 * layers => "behind the last layer".to_owned(),
+        place if place.is_multiple_of(2) => format!("layer {}, before attention", place / 2),
+        place => format!("layer {}, before its MLP", place / 2),
+    }
+}
+
+/// Rows of the stream at `[place, row on the rank]` in words.
+fn on_stream(scene: &Scene<'_>, rank: usize, row: usize) -> String {
+    match scene.shown.stream_row(rank, row) {
+        Some(row) => scene.material.row_name(scene.turn, row),
+        None => format!("row {row} of the rank (padding)"),
+    }
+}
+
+fn embedding(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "the stream does not begin with the embedding of the row's token";
+    let table = laboratory.stack().weight("embedding", None);
+    let width = laboratory.stack().case.hidden;
+    every_run(
+        laboratory,
+        "hidden",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let ids = scene.material.inputs.token_ids(&scene.material.case, scene.turn);
+            let row = |at: Vec<usize>| {
+                let row = scene.shown.stream_row(at[0], at[2]).filter(|_| at[1] == 0)?;
+                let entry = &table[ids[row] as usize * width..][..width];
+                Some(entry.iter().map(|value| Allowed::Exactly(f64::from(*value))).collect())
+            };
+            Ok(grid(&seen.shape[..3]).map(row).collect())
+        },
+        |scene, at| {
+            let place = stream_words(at[1], scene.material.case.layers);
+            format!("{place}, {}", on_stream(scene, at[0], at[2]))
+        },
+    )
+}
+
+fn norm(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "rows behind a norm are not the normed rows of the stream";
+    every_run(
+        laboratory,
+        "normed",
+        headline,
+        Stage::Gather,
+        |scene, seen| {
+            let hidden = scene.shown.tensor("hidden")?;
+            let row = |at: Vec<usize>| {
+                let [rank, place, row] = at[..] else { return None };
+                let (owner, own) = scene.shown.stream_place(rank, row);
+                (row < scene.shown.real_rows).then(|| {
+                    scene.material.stored(&scene.material.normed(hidden.row(&[owner, place, own]), place))
+                })
+            };
+            Ok(grid(&seen.shape[..3]).map(row).collect())
+        },
+        |scene, at| {
+            let place = stream_words(at[1], scene.material.case.layers);
+            format!("{place}, {}", scene.material.row_name(scene.turn, at[2]))
+        },
+    )
+}
+
+fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "a query is not the turned projection of its row";
+    every_run(
+        laboratory,
+        "query",
+        headline,
+        Stage::Query,
+        |scene, seen| {
+            let normed = scene.shown.tensor("normed")?;
+            let material = scene.material;
+            let size = seen.shape[4] * material.case.hidden;
+            let row = |at: Vec<usize>| {
+                let [rank, layer, row, head] = at[..] else { return None };
+                let (_, position) = place(scene.turn, row)?;
+                let first = (rank * material.configuration().heads_per_rank + head) * size;
+                let weights = &material.weight("w_query", Some(layer))[first..first + size];
+                Some(material.stored(&material.projected(
+                    weights,
+                    normed.row(&[rank, 2 * layer, row]),
+                    position,
+                )))
+            };
+            Ok(grid(&seen.shape[..4]).map(row).collect())
+        },
+        |scene, at| {
+            let row = scene.material.row_name(scene.turn, at[2]);
+            format!("layer {}, {row}, head {} of the rank", at[1], at[3])
+        },
+    )
+}
+
+fn key(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "a key is not the turned projection of its row";
+    every_run(
+        laboratory,
+        "key",
+        headline,
+        Stage::Write,
+        |scene, seen| {
+            let normed = scene.shown.tensor("normed")?;
+            let material = scene.material;
+            let row = |at: Vec<usize>| {
+                let [rank, layer, row] = at[..] else { return None };
+                let (_, position) = place(scene.turn, row)?;
+                let x = normed.row(&[rank, 2 * layer, row]);
+                Some(material.stored(&material.projected(material.weight("w_key", Some(layer)), x, position)))
+            };
+            Ok(grid(&seen.shape[..3]).map(row).collect())
+        },
+        |scene, at| format!("layer {}, {}", at[1], scene.material.row_name(scene.turn, at[2])),
+    )
+}
+
+fn attention(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "attention of a layer is not that over the keys of this layer";
+    let mut keys = KeyStore::new(laboratory.stack());
+    every_run(
+        laboratory,
+        "attention",
+        headline,
+        Stage::Partial,
+        |scene, seen| {
+            keys.write(scene.turn, &scene.shown)?;
+            let allowed = attended(scene, &keys)?;
+            let [_, _, _, heads, width] = seen.shape[..] else { return Ok(Vec::new()) };
+            let all = scene.material.heads();
+            let row = |at: Vec<usize>| {
+                let [rank, layer, row, head] = at[..] else { return None };
+                let group = rank / scene.material.configuration().dcp;
+                let of_group = allowed[layer][group].as_ref().filter(|_| row < scene.shown.real_rows)?;
+                Some(of_group[(row * all + rank * heads + head) * width..][..width].to_vec())
+            };
+            Ok(grid(&seen.shape[..4]).map(row).collect())
+        },
+        |scene, at| {
+            let row = scene.material.row_name(scene.turn, at[2]);
+            format!("layer {}, {row}, head {} of the rank", at[1], at[3])
+        },
+    )
+}
+
+/// What each layer may give by the caches of each group, `[T, Hall, Vo]`.
+fn attended(scene: &Scene<'_>, keys: &KeyStore<'_>) -> Result<Vec<Vec<Option<RowAllowed>>>, Halt> {
+    let (material, query) = (scene.material, scene.shown.tensor("query")?);
+    let groups = material.ranks() / material.configuration().dcp;
+    let [ranks, _, rows, heads, _] = query.shape[..] else { return Ok(Vec::new()) };
+    let mut layers = Vec::new();
+    for layer in 0..material.case.layers {
+        let of_row = |row: usize| {
+            (0..ranks).flat_map(move |rank| (0..heads).map(move |head| [rank, layer, row, head]))
+        };
+        let whole: Vec<f32> = (0..rows).flat_map(of_row).flat_map(|at| query.row(&at).to_vec()).collect();
+        let mut found: Vec<(Vec<Vec<f32>>, Option<RowAllowed>)> = Vec::new();
+        let mut by_group = Vec::new();
+        for group in 0..groups {
+            let own = keys.of_group(scene.turn, layer, group);
+            // groups have the same keys unless their ranks went different ways
+            let known = found.iter().find(|(keys, _)| *keys == own).map(|(_, allowed)| allowed.clone());
+            let allowed = match known {
+                Some(allowed) => allowed,
+                None => material.attended(scene.turn, layer, whole.clone(), own.clone())?,
+            };
+            found.push((own, allowed.clone()));
+            by_group.push(allowed);
+        }
+        layers.push(by_group);
+    }
+    Ok(layers)
+}
+
+/// Judges the updates of attention (kind 0) or of MLPs (1); `near` gives what a layer adds to a row, of what `prepared` found in the run.
+fn updates<T>(
+    laboratory: &Laboratory,
+    headline: &str,
+    kind: usize,
+    prepared: impl Fn(&Scene<'_>) -> Result<T, Halt>,
+    near: impl Fn(&T, usize, usize) -> RowAllowed,
+) -> Result<Finding, Halt> {
+    every_run(
+        laboratory,
+        "update",
+        headline,
+        Stage::Exchange,
+        |scene, seen| {
+            let (layers, rows) = (scene.material.case.layers, scene.shown.real_rows);
+            let source = prepared(scene)?;
+            let of_layer = |layer: usize| (0..rows).map(|row| near(&source, layer, row)).collect();
+            let all: Vec<Vec<RowAllowed>> = (0..layers).map(of_layer).collect();
+            let row = |at: Vec<usize>| {
+                let [rank, place, row] = at[..] else { return None };
+                let row = scene.shown.stream_row(rank, row).filter(|_| place % 2 == kind)?;
+                Some(all[place / 2][row].clone())
+            };
+            Ok(grid(&seen.shape[..3]).map(row).collect())
+        },
+        |scene, at| format!("layer {}, {}", at[1] / 2, on_stream(scene, at[0], at[2])),
+    )
+}
+
+fn attention_update(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "what attention adds is not the projection of all heads";
+    let material = laboratory.stack();
+    let seen = |scene: &Scene<'_>| scene.shown.tensor("attention");
+    updates(laboratory, headline, 0, seen, |seen, layer, row| {
+        let [ranks, _, _, heads, _] = seen.shape[..] else { return Vec::new() };
+        let of_rank = |rank: usize| (0..heads).map(move |head| [rank, layer, row, head]);
+        let all: Vec<f32> = (0..ranks).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect();
+        material.stored(&material.attention_update(material.weight("w_output", Some(layer)), &all))
+    })
+}
+
+fn residual(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "the stream behind an update is not the stream and the update";
+    every_run(
+        laboratory,
+        "hidden",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let update = scene.shown.tensor("update")?;
+            let row = |at: Vec<usize>| {
+                let [rank, place, row] = at[..] else { return None };
+                scene.shown.stream_row(rank, row)?;
+                let before = place.checked_sub(1)?;
+                let (stream, update) = (seen.row(&[rank, before, row]), update.row(&[rank, before, row]));
+                let near: Vec<_> = stream
+                    .iter()
+                    .zip(update)
+                    .map(|(stream, update)| shardcheck_references::stack::joined(*stream, *update))
+                    .collect();
+                Some(scene.material.stored(&near))
+            };
+            Ok(grid(&seen.shape[..3]).map(row).collect())
+        },
+        |scene, at| {
+            let place = stream_words(at[1], scene.material.case.layers);
+            format!("{place}, {}", on_stream(scene, at[0], at[2]))
+        },
+    )
+}
+
+fn logits(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "a logit is not the product of its row and its entry of the head";
+    let head = laboratory.stack().weight("w_head", None);
+    every_run(
+        laboratory,
+        "logits",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let normed = scene.shown.tensor("normed")?;
+            let last = 2 * scene.material.case.layers;
+            let row = |at: Vec<usize>| {
+                let [_, row] = at[..] else { return None };
+                let x = normed.row(&[0, last, row]);
+                // as for an MLP: each rank has a shard of the row that it has itself
+                let is_one = (1..normed.shape[0]).all(|rank| normed.row(&[rank, last, row]) == x);
+                (row < scene.shown.real_rows && is_one).then(|| scene.material.logits(head, x))
+            };
+            Ok(grid(&seen.shape[..2]).map(row).collect())
+        },
+        |scene, at| scene.material.row_name(scene.turn, at[1]),
+    )
+}
+
+fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "a token is not that of the largest logit";
+    every_run(
+        laboratory,
+        "tokens",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let logits = scene.shown.tensor("logits")?;
+            let row = |at: Vec<usize>| {
+                let [rank, row] = at[..] else { return None };
+                let own = logits.row(&[rank, row]);
+                // logits that are no numbers have been judged
+                let judged = row < scene.shown.real_rows && own.iter().all(|logit| logit.is_finite());
+                judged.then(|| vec![Allowed::Exactly(largest(own) as f64)])
+            };
+            Ok(grid(&seen.shape[..2]).map(row).collect())
+        },
+        |scene, at| scene.material.row_name(scene.turn, at[1]),
+    )
+}
+
+/// Index of the largest, the lowest of equal ones.
+fn largest(values: &[f32]) -> usize {
+    (0..values.len()).find(|at| values.iter().all(|other| *other <= values[*at])).unwrap_or(0)
+}
+
+fn ranks(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.stack();
+    let mut compared = 0;
+    for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
+        let shown = Shown::of(material, turn, observed);
+        let is_whole = material.case.stream == StreamLayout::Whole;
+        let mixed = material.case.mixture.is_some();
+        for name in ["hidden", "normed", "key", "router_logits", "logits", "tokens"] {
+            if name == "hidden" && !is_whole || name == "router_logits" && !mixed {
+                continue;
+            }
+            let seen = shown.tensor(name)?;
+            // rows are the axis behind that of ranks and, where there is one, that of places
+            let axis = if seen.shape.len() > 3 || name == "key" { 2 } else { 1 };
+            let inner: usize = seen.shape[axis + 1..].iter().product();
+            let size: usize = seen.shape[1..].iter().product();
+            let row = |flat: usize| flat / inner % seen.shape[axis].max(1);
+            for at in (0..size).filter(|at| row(*at) < shown.real_rows) {
+                let first = seen.values[at];
+                let other = (1..material.ranks())
+                    .find(|rank| seen.values[rank * size + at].to_bits() != first.to_bits());
+                if let Some(rank) = other {
+                    let (step, place) = (material.name(turn), material.row_name(turn, row(at)));
+                    return Err(Failure::because(format!(
+                        "{step}: {name} of {place} is {} on rank {rank} and {first} on rank 0 (element {at})",
+                        seen.values[rank * size + at]
+                    ))
+                    .at(Stage::Exchange)
+                    .into());
+                }
+                compared += material.ranks() - 1;
+            }
+        }
+    }
+    Ok(Finding::Holds(Measured::exact(compared)))
+}

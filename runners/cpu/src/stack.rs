@@ -1,0 +1,460 @@
+//! A small whole transformer: every layer's attention is that of a single step, over a cache of the layer's own; what stands between two
+//! attentions is computed rank by rank, with its sums and gathers.
+//!
+//! Order of a layer, residual stream and norms: vLLM `DeepseekV2DecoderLayer`; vocabulary over ranks: vLLM `VocabParallelEmbedding`,
+//! `ParallelLMHead`; the stream over ranks: sequence parallelism of vLLM and TensorCast.
+
+mod weights;
+mod worker;
+
+use std::ops::Range;
+
+use shardcheck_engine::{
+    Activation, Configuration, EngineError, ExpertSharding, MoeExchange, MoePlan, Reply, SharedExpert,
+    StackPlan, Tensor, Tensors,
+};
+use shardcheck_formats::Dtype;
+
+use crate::attend::attend;
+use crate::batch::Batch;
+use crate::cache::{KvFormat, RankCache};
+use crate::communicator::{Link, Ranks, Stop, run_ranks};
+use crate::derive::failed;
+use crate::experts;
+use crate::grid::Grids;
+use crate::memory::{Memory, Metadata, WriteMap};
+use crate::policies::{Policies, TableUse};
+use crate::write::WriteBatch;
+
+use weights::{FeedForward, Sizes, Weights};
+use worker::{Rows, Worker};
+
+pub use worker::{Part, largest};
+
+/// What a stack decides.
+#[derive(Clone, Copy)]
+pub struct StackPolicies {
+    /// Entries of the vocabulary that a rank has: `(rank, ranks, vocabulary)`.
+    pub entries: fn(usize, usize, usize) -> Range<usize>,
+    /// Entry that a rank embeds a token of another rank by, given its own entries; none for zeros.
+    pub foreign: fn(usize, &Range<usize>) -> Option<usize>,
+    /// Layer whose cache a layer uses: `(use, layer)`.
+    pub cache: fn(TableUse, usize) -> usize,
+    /// Length that a request has in a layer: `(layer, length, rows)`.
+    pub length: fn(usize, usize, usize) -> usize,
+    /// Whether a layer writes its keys before it attends.
+    pub writes_first: bool,
+    /// Position of a row: `(length of the request, its rows, row)`.
+    pub position: fn(usize, usize, usize) -> usize,
+    /// Norm whose weights are used at a place: `(place, places)`.
+    pub norm: fn(usize, usize) -> usize,
+    /// Whether there is a norm behind the last layer.
+    pub normed_last: bool,
+    /// What enters the sum over ranks: `(the rank's part, the stream)`.
+    pub entering: fn(f32, f32) -> f32,
+    /// Whether the parts of ranks are summed.
+    pub summed: fn(Part) -> bool,
+    /// The stream behind an update: `(stream, stream behind the norm, update)`.
+    pub joined: fn(f32, f32, f32) -> f32,
+    /// First head whose columns of the output projection a rank uses: `(rank, rank of decode context parallelism, heads)`.
+    pub output_head: fn(usize, usize, usize) -> usize,
+    /// Inner elements of the MLP on a rank: `(rank, ranks, inner width)`.
+    pub part: fn(usize, usize, usize) -> Range<usize>,
+    /// Layer whose router, and whose experts, a layer uses: `(layer, first one that has experts)`.
+    pub mixture: [fn(usize, usize) -> usize; 2],
+    /// Row by whose logits a row is routed: `(row, rows)`.
+    pub routed_by: fn(usize, usize) -> usize,
+    /// Whether a router reads the stream and not its normed rows, where every rank has all of them.
+    pub router_reads_stream: bool,
+    /// First row of the stream on a rank, where it is sharded: `(rank, rows of a rank)`.
+    pub first_row: fn(usize, usize) -> usize,
+    /// Order in which gathered rows of the ranks stand.
+    pub row_order: fn(usize) -> Vec<usize>,
+    /// Order in which gathered shards of the logits stand.
+    pub shard_order: fn(usize) -> Vec<usize>,
+    /// Token of the logits, given the rank's own entries.
+    pub greedy: fn(&[f32], &Range<usize>) -> usize,
+}
+
+impl StackPolicies {
+    /// As published.
+    pub const HEALTHY: Self = Self {
+        entries,
+        foreign: |_, _| None,
+        cache: |_, layer| layer,
+        length: |_, length, _| length,
+        writes_first: true,
+        position: |length, rows, row| (length + row).saturating_sub(rows),
+        norm: |place, _| place,
+        normed_last: true,
+        entering: |part, _| part,
+        summed: |_| true,
+        joined: |stream, _, update| stream + update,
+        output_head: |rank, _, heads| rank * heads,
+        part: |rank, ranks, inner| rank * inner / ranks..(rank + 1) * inner / ranks,
+        mixture: [|layer, _| layer; 2],
+        routed_by: |row, _| row,
+        router_reads_stream: false,
+        first_row: |rank, each| rank * each,
+        row_order: |ranks| (0..ranks).collect(),
+        shard_order: |ranks| (0..ranks).collect(),
+        greedy: |logits, _| largest(logits),
+    };
+}
+
+/// Equal parts, rounded up; the last ones may be short or empty.
+pub fn entries(rank: usize, ranks: usize, vocabulary: usize) -> Range<usize> {
+    let each = vocabulary.div_ceil(ranks);
+    (rank * each).min(vocabulary)..((rank + 1) * each).min(vocabulary)
+}
+
+/// What a session keeps of a stack: caches of each layer, and what a rank may keep of earlier steps of it.
+#[derive(Default)]
+pub struct StackMemory {
+    layers: Vec<LayerMemory>,
+}
+
+#[derive(Clone)]
+struct LayerMemory {
+    caches: Vec<RankCache>,
+    memories: Vec<Memory>,
+}
+
+/// The session that a step runs in.
+pub struct Scene<'a> {
+    /// What it was opened with.
+    pub configuration: &'a Configuration,
+    /// Its layouts.
+    pub grids: Grids,
+    /// The batch as the step brings it.
+    pub batch: &'a Batch,
+    /// The metadata that each rank attends with, in all layers.
+    pub metadata: &'a [Metadata],
+    /// The ranks, in groups of decode context parallelism.
+    pub ranks: Ranks,
+    /// Decisions.
+    pub policies: &'a Policies,
+}
+
+/// What was seen of one rank.
+#[derive(Clone, Default)]
+struct Seen {
+    hidden: Vec<f32>,
+    normed: Vec<f32>,
+    update: Vec<f32>,
+    query: Vec<f32>,
+    key: Vec<f32>,
+    attention: Vec<f32>,
+    router_logits: Vec<f32>,
+    topk_ids: Vec<i32>,
+    logits: Vec<f32>,
+    tokens: Vec<i32>,
+}
+
+/// Runs the rows of a step through all layers.
+///
+/// # Errors
+/// [`EngineError::Input`] for tensors that do not fit; a crash for tokens, positions or blocks that do not exist.
+pub fn forward(
+    scene: &Scene<'_>,
+    inputs: &Tensors,
+    plan: StackPlan,
+    memory: &mut StackMemory,
+) -> Result<Reply, EngineError> {
+    let weights = Weights::read(inputs, &plan, scene.configuration)?;
+    let rows = rows(scene, inputs, &weights.sizes)?;
+    let fresh = || LayerMemory {
+        caches: vec![RankCache::unwritten(scene.configuration); scene.configuration.tp],
+        memories: vec![Memory::default(); scene.configuration.tp],
+    };
+    memory.layers.resize_with(plan.layers.max(memory.layers.len()), fresh);
+    let ranks = scene.configuration.tp;
+    let step = Step { scene, plan, weights: &weights, rows: &rows };
+    let mut passage =
+        Passage { streams: Vec::new(), seen: vec![Seen::default(); ranks], collectives: vec![0; ranks] };
+    passage.streams = passage.all(&step, |worker, _| worker.embed())?;
+    for layer in 0..plan.layers {
+        step.layer(layer, &mut passage, memory)?;
+    }
+    let last = passage.all(&step, |worker, stream| {
+        let normed = worker.normed(stream, plan.places() - 1)?;
+        let (logits, tokens) = worker.logits(&normed)?;
+        Ok((normed, logits, tokens))
+    })?;
+    for ((seen, (normed, logits, tokens)), stream) in passage.seen.iter_mut().zip(last).zip(&passage.streams)
+    {
+        seen.hidden.extend(stream);
+        seen.normed.extend(normed);
+        seen.logits = logits;
+        seen.tokens = tokens;
+    }
+    Ok(step.reply(passage))
+}
+
+/// Tokens and positions of the rows.
+fn rows(scene: &Scene<'_>, inputs: &Tensors, sizes: &Sizes) -> Result<Rows, EngineError> {
+    let crash = |text: String| EngineError::Crash { text };
+    let (batch, count) = (scene.batch, scene.batch.rows);
+    let tokens = inputs.get("token_ids")?.expect("token_ids", Dtype::I32, &[count])?.to_i64();
+    let known = |token: &i64| usize::try_from(*token).ok().filter(|token| *token < sizes.vocabulary);
+    let tokens: Option<Vec<usize>> = tokens.iter().map(known).collect();
+    let tokens = tokens
+        .ok_or_else(|| crash(format!("a token is not among the {} of the vocabulary", sizes.vocabulary)))?;
+    let position = |row: &Option<crate::grid::RowRef>| match row {
+        Some(row) => (scene.policies.stack.position)(batch.seq_lens[row.request], row.query_len, row.row),
+        None => 0,
+    };
+    let positions: Vec<usize> = batch.row_refs(&scene.policies.layout).iter().map(position).collect();
+    match positions.iter().find(|position| **position >= sizes.positions) {
+        Some(position) => {
+            Err(crash(format!("position {position} is beyond the {} of the rotary table", sizes.positions)))
+        }
+        None => Ok(Rows { tokens, positions }),
+    }
+}
+
+/// What all ranks of a step have in common.
+struct Step<'a> {
+    scene: &'a Scene<'a>,
+    plan: StackPlan,
+    weights: &'a Weights,
+    rows: &'a Rows,
+}
+
+/// Where a step stands between two phases.
+struct Passage {
+    streams: Vec<Vec<f32>>,
+    seen: Vec<Seen>,
+    collectives: Vec<u64>,
+}
+
+impl Passage {
+    /// Runs a phase on all ranks at once, each over its stream.
+    fn all<R: Send>(
+        &mut self,
+        step: &Step<'_>,
+        phase: impl Fn(&Worker<'_>, &[f32]) -> Result<R, Stop> + Sync,
+    ) -> Result<Vec<R>, EngineError> {
+        let ranks = Ranks { world: step.scene.ranks.count, ..step.scene.ranks };
+        let streams = &self.streams;
+        let run = run_ranks(ranks, |link: &Link<'_>| {
+            let worker = Worker {
+                plan: step.plan,
+                weights: step.weights,
+                rows: step.rows,
+                link,
+                dcp: step.scene.configuration.dcp,
+                policies: &step.scene.policies.stack,
+            };
+            phase(&worker, streams.get(link.rank).map_or(&[], Vec::as_slice))
+        })?;
+        self.count(&run.collectives);
+        Ok(run.results)
+    }
+
+    fn count(&mut self, collectives: &[u64]) {
+        self.collectives.iter_mut().zip(collectives).for_each(|(sum, count)| *sum += count);
+    }
+}
+
+impl Step<'_> {
+    fn layer(
+        &self,
+        layer: usize,
+        passage: &mut Passage,
+        memory: &mut StackMemory,
+    ) -> Result<(), EngineError> {
+        let stack = &self.scene.policies.stack;
+        let projected = passage.all(self, |worker, stream| {
+            let normed = worker.normed(stream, 2 * layer)?;
+            let (query, key) = worker.project(&normed, layer);
+            Ok((normed, query, key))
+        })?;
+        let keys: Vec<&[f32]> = projected.iter().map(|(_, _, key)| key.as_slice()).collect();
+        let queries: Vec<&[f32]> = projected.iter().map(|(_, query, _)| query.as_slice()).collect();
+        if stack.writes_first {
+            self.write(layer, &keys, memory)?;
+        }
+        let attended = self.attend(layer, &queries, memory, passage)?;
+        if !stack.writes_first {
+            self.write(layer, &keys, memory)?;
+        }
+        let size = attended.len() / passage.streams.len();
+        let of_rank = |rank: usize| &attended[rank * size..(rank + 1) * size];
+        let behind = passage.all(self, |worker, stream| {
+            let rank = worker.link.rank;
+            let update = worker.attention_update(stream, of_rank(rank), layer)?;
+            let middle = worker.joined(stream, &projected[rank].0, &update);
+            let normed = worker.normed(&middle, 2 * layer + 1)?;
+            Ok((update, middle, normed))
+        })?;
+        for (rank, (update, middle, normed)) in behind.iter().enumerate() {
+            let (seen, (before, query, key)) = (&mut passage.seen[rank], &projected[rank]);
+            seen.hidden.extend(passage.streams[rank].iter().chain(middle));
+            seen.normed.extend(before.iter().chain(normed));
+            seen.update.extend(update);
+            seen.query.extend(query);
+            seen.key.extend(key);
+            seen.attention.extend(of_rank(rank));
+            passage.streams[rank].clone_from(middle);
+        }
+        let normed: Vec<Vec<f32>> = behind.into_iter().map(|(_, _, normed)| normed).collect();
+        let updates = match &self.weights.layers[layer].feed_forward {
+            FeedForward::Mlp(_) => passage.all(self, |worker, stream| {
+                worker.feed_forward_update(stream, &normed[worker.link.rank], layer)
+            })?,
+            FeedForward::Experts { .. } => self.mixture(layer, &normed, passage)?,
+        };
+        passage.streams = passage.all(self, |worker, stream| {
+            let rank = worker.link.rank;
+            Ok(worker.joined(stream, &normed[rank], &updates[rank]))
+        })?;
+        passage.seen.iter_mut().zip(&updates).for_each(|(seen, update)| seen.update.extend(update));
+        Ok(())
+    }
+
+    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first one, as the operation has them.
+    fn mixture(
+        &self,
+        layer: usize,
+        normed: &[Vec<f32>],
+        passage: &mut Passage,
+    ) -> Result<Vec<Vec<f32>>, EngineError> {
+        let (scene, first) = (self.scene, self.plan.dense());
+        let [router_of, experts_of] =
+            scene.policies.stack.mixture.map(|of| &self.weights.layers[of(layer, first)].feed_forward);
+        let (FeedForward::Experts { router, .. }, FeedForward::Experts { experts, .. }, Some(mixture)) =
+            (router_of, experts_of, self.plan.experts)
+        else {
+            return Err(EngineError::Crash { text: format!("layer {layer} has no experts") });
+        };
+        let logits = passage.all(self, |worker, stream| {
+            Ok(worker.router_logits(stream, &normed[worker.link.rank], router))
+        })?;
+        let (rows, hidden) = (self.rows.tokens.len(), self.weights.sizes.hidden);
+        let count = router.len() / hidden;
+        let of_row = |row: usize| &logits[0][(scene.policies.stack.routed_by)(row, rows) * count..][..count];
+        let routed_by: Vec<f32> = (0..rows).flat_map(of_row).copied().collect();
+        let inputs = experts
+            .clone()
+            .with("hidden", Tensor::from_f32(Dtype::Bf16, &[rows, hidden], &normed[0]))
+            .with("logits", Tensor::from_f32(Dtype::F32, &[rows, count], &routed_by))
+            .with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
+        let plan = MoePlan {
+            dp: 1,
+            pcp: 1,
+            tp: normed.len(),
+            exchange: MoeExchange::Local,
+            sharding: ExpertSharding::Whole,
+            shared: SharedExpert::None,
+            activation: Activation::SiluGated,
+        };
+        let reply = experts::run(&inputs, (mixture.router, plan), scene.ranks.timeout, &scene.policies.moe)?;
+        passage.count(&reply.collectives);
+        let (out, ids) = (reply.outputs.get("out")?.to_f32(), reply.outputs.get("topk_ids")?.to_i64());
+        let chosen = rows * mixture.router.top_k;
+        for (rank, (seen, logits)) in passage.seen.iter_mut().zip(logits).enumerate() {
+            seen.router_logits.extend(logits);
+            seen.topk_ids.extend(ids[rank * chosen..(rank + 1) * chosen].iter().map(|id| *id as i32));
+        }
+        passage.all(self, |worker, _| {
+            let size = rows * hidden;
+            Ok(worker.scattered(&out[worker.link.rank * size..(worker.link.rank + 1) * size]))
+        })
+    }
+
+    /// Writes the keys of the new rows that each rank owns.
+    fn write(&self, layer: usize, keys: &[&[f32]], memory: &mut StackMemory) -> Result<(), EngineError> {
+        let Scene { batch, policies, grids, .. } = self.scene;
+        let refs = batch.row_refs(&policies.layout);
+        let position = |row: &Option<crate::grid::RowRef>| {
+            row.map_or(0, |row| (batch.seq_lens[row.request] + row.row) as i64 - row.query_len as i64)
+        };
+        let map = WriteMap {
+            positions: refs.iter().map(position).collect(),
+            requests: refs.iter().map(|row| row.map_or(-1, |row| row.request as i64)).collect(),
+            table: batch.table.clone(),
+        };
+        let target = (policies.stack.cache)(TableUse::Write, layer);
+        let LayerMemory { caches, memories } = &mut memory.layers[target];
+        for (rank, (cache, memory)) in caches.iter_mut().zip(memories).enumerate() {
+            let format = KvFormat::of(self.scene.configuration);
+            let grid = grids.slots;
+            let batch = WriteBatch { key: keys[rank].to_vec(), value: Vec::new(), grid, format, policies };
+            let map = (policies.session.recall_write)(memory, map.clone());
+            batch.write_rank(&map, rank % grid.world, cache, memory).map_err(failed)?;
+        }
+        Ok(())
+    }
+
+    /// What attention gives to the heads of all ranks, `[ranks, T, H, Vo]`.
+    fn attend(
+        &self,
+        layer: usize,
+        queries: &[&[f32]],
+        memory: &StackMemory,
+        passage: &mut Passage,
+    ) -> Result<Vec<f32>, EngineError> {
+        let Scene { configuration, grids, policies, ranks, .. } = *self.scene;
+        let Sizes { heads, all_heads, key_dim, .. } = self.weights.sizes;
+        let (count, own) = (self.rows.tokens.len(), heads * key_dim);
+        let row = |row: usize| queries.iter().flat_map(move |query| &query[row * own..(row + 1) * own]);
+        let query: Vec<f32> = (0..count).flat_map(row).copied().collect();
+        let inputs = Tensors::new()
+            .with("query", Tensor::from_f32(Dtype::Bf16, &[count, all_heads, key_dim], &query))
+            .with("w_uv", self.weights.layers[layer].up_projection.clone());
+        let metadata: Vec<Metadata> =
+            self.scene.metadata.iter().map(|own| self.in_layer(layer, own)).collect();
+        let source = (policies.stack.cache)(TableUse::Attend, layer);
+        let caches = &memory.layers[source].caches;
+        let reply = attend((configuration, grids), caches, &inputs, &metadata, ranks, policies)?;
+        passage.count(&reply.collectives);
+        Ok(reply.outputs.get("out")?.to_f32())
+    }
+
+    fn in_layer(&self, layer: usize, metadata: &Metadata) -> Metadata {
+        let mut own = metadata.clone();
+        let starts = own.batch.starts.clone();
+        for (request, length) in own.batch.seq_lens.iter_mut().enumerate() {
+            let rows = (starts[request + 1] - starts[request]) as usize;
+            *length = (self.scene.policies.stack.length)(layer, *length, rows);
+        }
+        own
+    }
+
+    fn reply(&self, passage: Passage) -> Reply {
+        let Passage { seen, collectives, .. } = passage;
+        let (ranks, rows, plan) = (seen.len(), self.rows.tokens.len(), self.plan);
+        let Sizes { hidden, vocabulary, heads, key_dim, up_dim, .. } = self.weights.sizes;
+        let (layers, own) = (plan.layers, plan.stream_rows(rows, ranks));
+        let join = |dtype: Dtype, shape: &[usize], part: fn(&Seen) -> &Vec<f32>| {
+            let values: Vec<f32> = seen.iter().flat_map(|seen| part(seen).iter().copied()).collect();
+            let shape: Vec<usize> = std::iter::once(ranks).chain(shape.iter().copied()).collect();
+            Tensor::from_f32(dtype, &shape, &values)
+        };
+        let half = Dtype::Bf16;
+        let tokens: Vec<i32> = seen.iter().flat_map(|seen| seen.tokens.iter().copied()).collect();
+        let outputs = Tensors::new()
+            .with("logits", join(Dtype::F32, &[rows, vocabulary], |seen| &seen.logits))
+            .with("tokens", Tensor::from_i32(&[ranks, rows], &tokens))
+            .with("hidden", join(half, &[plan.places(), own, hidden], |seen| &seen.hidden))
+            .with("normed", join(half, &[plan.places(), rows, hidden], |seen| &seen.normed))
+            .with("update", join(half, &[2 * layers, own, hidden], |seen| &seen.update))
+            .with("query", join(half, &[layers, rows, heads, key_dim], |seen| &seen.query))
+            .with("key", join(half, &[layers, rows, key_dim], |seen| &seen.key))
+            .with("attention", join(half, &[layers, rows, heads, up_dim], |seen| &seen.attention));
+        let Some(mixture) = plan.experts.filter(|_| plan.mixtures() > 0) else {
+            return Reply { outputs, collectives, ..Reply::default() };
+        };
+        let (each, top_k) = (plan.mixtures() * rows, mixture.router.top_k);
+        let experts = seen[0].router_logits.len().checked_div(each).unwrap_or(0);
+        let ids: Vec<i32> = seen.iter().flat_map(|seen| seen.topk_ids.iter().copied()).collect();
+        let outputs = outputs
+            .with(
+                "router_logits",
+                join(Dtype::F32, &[plan.mixtures(), rows, experts], |seen| &seen.router_logits),
+            )
+            .with("topk_ids", Tensor::from_i32(&[ranks, plan.mixtures(), rows, top_k], &ids));
+        Reply { outputs, collectives, ..Reply::default() }
+    }
+}

@@ -1,0 +1,201 @@
+//! The weights of a stack as a step brings them, in 32 bits.
+
+use shardcheck_engine::{Attention, Configuration, EngineError, StackPlan, Tensor, Tensors};
+use shardcheck_formats::Dtype;
+
+use crate::batch::wrong_shape;
+use crate::experts::Mlp;
+
+/// Sizes of a stack.
+#[derive(Debug, Clone, Copy)]
+pub struct Sizes {
+    /// Hidden width h.
+    pub hidden: usize,
+    /// Tokens V of the vocabulary.
+    pub vocabulary: usize,
+    /// Positions of the rotary table.
+    pub positions: usize,
+    /// Rotary width P.
+    pub rotary: usize,
+    /// Heads of one rank.
+    pub heads: usize,
+    /// Heads of all ranks.
+    pub all_heads: usize,
+    /// Width of a query or key.
+    pub key_dim: usize,
+    /// Width of a head behind the up-projection.
+    pub up_dim: usize,
+}
+
+/// Weights of one layer.
+pub struct LayerWeights {
+    /// `[Hall, Dk, h]`.
+    pub query: Vec<f32>,
+    /// `[Dk, h]`.
+    pub key: Vec<f32>,
+    /// `bf16 [Hall, Dv, Vo]`.
+    pub up_projection: Tensor,
+    /// `[h, Hall·Vo]`.
+    pub output: Vec<f32>,
+    /// What stands behind attention.
+    pub feed_forward: FeedForward,
+}
+
+/// What stands behind attention in a layer.
+pub enum FeedForward {
+    /// An MLP.
+    Mlp(Mlp),
+    /// Experts.
+    Experts {
+        /// `[E, h]`.
+        router: Vec<f32>,
+        /// Weights of the experts, as a layer of them is given them.
+        experts: Tensors,
+    },
+}
+
+/// Weights of all layers and of what stands around them.
+pub struct Weights {
+    /// Sizes.
+    pub sizes: Sizes,
+    /// `[V, h]`.
+    pub embedding: Vec<f32>,
+    /// `[2L + 1, h]`.
+    pub norm: Vec<f32>,
+    /// `[positions, P]`.
+    pub rotary: Vec<f32>,
+    /// Layers.
+    pub layers: Vec<LayerWeights>,
+    /// `[V, h]`.
+    pub head: Vec<f32>,
+}
+
+impl Weights {
+    /// Reads the weights of a plan for a session with latent attention.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for tensors that do not fit the plan, the session or each other.
+    pub fn read(
+        inputs: &Tensors,
+        plan: &StackPlan,
+        configuration: &Configuration,
+    ) -> Result<Self, EngineError> {
+        let pair = |name: &str| -> Result<[usize; 2], EngineError> {
+            let tensor = inputs.get(name)?;
+            match *tensor.shape() {
+                [first, second] => Ok([first, second]),
+                _ => Err(wrong_shape(name, tensor, vec![0, 0])),
+            }
+        };
+        let [vocabulary, hidden] = pair("embedding")?;
+        let [positions, rotary] = pair("rotary")?;
+        let attention = configuration.attention;
+        let turned = match attention {
+            Attention::Mla { qk_rope_head_dim, .. } => qk_rope_head_dim,
+            Attention::Gqa { .. } => 0,
+        };
+        if rotary != turned || !rotary.is_multiple_of(2) {
+            return Err(wrong_shape("rotary", inputs.get("rotary")?, vec![positions, turned / 2 * 2]));
+        }
+        let sizes = Sizes {
+            hidden,
+            vocabulary,
+            positions,
+            rotary,
+            heads: configuration.heads_per_rank,
+            all_heads: configuration.total_heads(),
+            key_dim: attention.qk_dim(),
+            up_dim: attention.v_head_dim(),
+        };
+        let read = |name: &str, dtype: Dtype, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
+            Ok(inputs.get(name)?.expect(name, dtype, shape)?.to_f32())
+        };
+        Ok(Self {
+            embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
+            norm: read("norm_weight", Dtype::F32, &[plan.places(), hidden])?,
+            rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
+            layers: layers(inputs, plan, &sizes, attention.value_dim())?,
+            head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
+            sizes,
+        })
+    }
+}
+
+fn layers(
+    inputs: &Tensors,
+    plan: &StackPlan,
+    sizes: &Sizes,
+    latent: usize,
+) -> Result<Vec<LayerWeights>, EngineError> {
+    let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
+    let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
+        let shape: Vec<usize> = std::iter::once(plan.layers).chain(shape.iter().copied()).collect();
+        Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &shape)?.to_f32())
+    };
+    let query = read("w_query", &[all_heads, key_dim, hidden])?;
+    let key = read("w_key", &[key_dim, hidden])?;
+    let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
+    let output = read("w_output", &[hidden, all_heads * up_dim])?;
+    let feed_forwards = feed_forwards(inputs, plan, hidden)?;
+    let of = |all: &[f32], layer: usize| part(all, plan.layers, layer);
+    let layer = |(layer, feed_forward): (usize, FeedForward)| LayerWeights {
+        query: of(&query, layer),
+        key: of(&key, layer),
+        up_projection: Tensor::from_f32(
+            Dtype::Bf16,
+            &[all_heads, latent, up_dim],
+            &of(&up_projection, layer),
+        ),
+        output: of(&output, layer),
+        feed_forward,
+    };
+    Ok((0..plan.layers).zip(feed_forwards).map(layer).collect())
+}
+
+/// One of equal parts.
+fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
+    let size = all.len() / parts;
+    all[index * size..(index + 1) * size].to_vec()
+}
+
+/// What stands behind attention in each layer: MLPs in the first ones.
+fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
+    let (dense, mixtures) = (plan.dense(), plan.mixtures());
+    let inner = |name: &str| -> Result<usize, EngineError> {
+        Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
+    };
+    let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
+        Ok(inputs.get(name)?.expect(name, Dtype::Bf16, shape)?.to_f32())
+    };
+    let mut found = Vec::new();
+    if dense > 0 {
+        let inner = inner("w_down")?;
+        let [gate, up] = ["w_gate", "w_up"].map(|name| read(name, &[dense, inner, hidden]));
+        let (gate, up, down) = (gate?, up?, read("w_down", &[dense, hidden, inner])?);
+        found.extend((0..dense).map(|layer| {
+            let of = |all: &[f32]| part(all, dense, layer);
+            FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
+        }));
+    }
+    if mixtures > 0 {
+        let inner = inner("expert_down")?;
+        let experts = inputs.get("w_router")?.shape().get(1).copied().unwrap_or(0);
+        let router = read("w_router", &[mixtures, experts, hidden])?;
+        let (rows, columns) = ([mixtures, experts, inner, hidden], [mixtures, experts, hidden, inner]);
+        let [gate, up] = ["expert_gate", "expert_up"].map(|name| read(name, &rows));
+        let (gate, up, down) = (gate?, up?, read("expert_down", &columns)?);
+        found.extend((0..mixtures).map(|layer| {
+            let of = |all: &[f32], shape: &[usize]| {
+                Tensor::from_f32(Dtype::Bf16, &shape[1..], &part(all, mixtures, layer))
+            };
+            FeedForward::Experts {
+                router: part(&router, mixtures, layer),
+                experts: Tensors::new()
+                    .with("w_gate", of(&gate, &rows))
+                    .with("w_up", of(&up, &rows))
+                    .with("w_down", of(&down, &columns)),
+            }
+        }));
+    }
+    Ok(found)
+}
