@@ -2,47 +2,22 @@
 
     python3 reproductions/vllm_ascend.py FOLDER        # an unpacked wheel: the folder that holds `vllm_ascend`
 
-Each function of the release is taken out of its file by name, whatever that file imports. Prints what is expected and what is seen.
+Prints what is expected and what is seen.
 """
 
 from __future__ import annotations
 
-import ast
-import importlib.util
-import os
 import sys
-import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import numpy as np
 import torch
+from cutting import cut
 
 CONTEXT = "attention/context_parallel"
 MASKED = ("worker/dcp_utils.py", "worker/pcp_utils.py")
-
-
-def cut(path: Path, *names: str) -> SimpleNamespace:
-    """Functions and methods of a file by name, in a module of their own; those that it doesn't have are left out."""
-    text = path.read_text()
-    found = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    head = "import numpy as np\nimport torch\nimport triton\nimport triton.language as tl\n"
-    lines = text.splitlines()
-    bodies = []
-    for node in found:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
-        bodies.append("\n".join(line[node.col_offset :] for line in lines[first : node.end_lineno]))
-    with tempfile.NamedTemporaryFile("w", suffix=".py", delete=False) as file:
-        file.write("from __future__ import annotations\n" + head + "\n\n".join(bodies) + "\n")
-    spec = importlib.util.spec_from_file_location("cut", file.name)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return SimpleNamespace(**{name: getattr(module, name) for name in names if hasattr(module, name)})
 
 
 def verify_mask(engine: Path, world: int, interleave: int, history: int, rows: int) -> None:
