@@ -23,7 +23,7 @@ pub const PYTHON_VARIABLE: &str = "SHARDCHECK_PYTHON";
 #[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
     /// Engine under test: `cpu` (embedded), `cuda` (native, docs/cuda.md), `cuda:graphs` (its steps captured and replayed), `hip`, `exec:COMMAND` (an adapter, docs/protocol.md), `python:MODULE:CLASS` (an adapter of the Python SDK),
-    /// `vllm@VERSION` or `sglang@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
+    /// `vllm@VERSION`, `vllm-ascend@VERSION` or `sglang@VERSION` (a release that `shardcheck engines fetch vllm==VERSION` brought); cpu when not given
     #[arg(long, value_name = "ENGINE")]
     pub engine: Option<String>,
 
@@ -112,8 +112,8 @@ pub const CUDA_GRAPHS: &str = "cuda:graphs";
 /// Name of the native engine on HIP.
 pub const HIP: &str = "hip";
 
-/// Published engines whose releases the Python package has an adapter for, one a module of that name.
-const PUBLISHED: [&str; 2] = ["vllm", "sglang"];
+/// Published engines whose releases the Python package has an adapter for, one a module of that name, with underscores for its dashes.
+const PUBLISHED: [&str; 3] = ["vllm", "vllm-ascend", "sglang"];
 
 /// What a name stands for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -158,7 +158,7 @@ impl Deref for OpenEngine {
 pub enum EngineChoiceError {
     /// No engine of that name.
     #[error(
-        "unknown engine {name:?}: use cpu, cuda, cuda:graphs, hip, exec:COMMAND, python:MODULE:CLASS, vllm@VERSION or sglang@VERSION{}",
+        "unknown engine {name:?}: use cpu, cuda, cuda:graphs, hip, exec:COMMAND, python:MODULE:CLASS, vllm@VERSION, vllm-ascend@VERSION or sglang@VERSION{}",
         hint(suggestion.as_deref())
     )]
     UnknownEngine {
@@ -360,7 +360,8 @@ fn choice(name: &str) -> Result<Choice, EngineChoiceError> {
     let (engine, version) = name.split_once('@').unwrap_or((name, ""));
     let is_version = |text: &str| text.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '.' | '+'));
     if PUBLISHED.contains(&engine) && !version.is_empty() && is_version(version) {
-        let spec = format!("shardcheck.adapters.{engine}:Engine --release {version}");
+        let module = engine.replace('-', "_");
+        let spec = format!("shardcheck.adapters.{module}:Engine --release {version}");
         return Ok(Choice::Command(adapter(&spec)));
     }
     let fixed = [EMBEDDED, CUDA, HIP, "exec:COMMAND", "python:MODULE:CLASS"].map(str::to_owned);
@@ -403,6 +404,8 @@ mod tests {
         assert!(vllm.ends_with("-m shardcheck.adapter shardcheck.adapters.vllm:Engine --release 0.33.0"));
         let Choice::Command(sglang) = choice("sglang@0.5.23").unwrap() else { panic!("no command") };
         assert!(sglang.ends_with("-m shardcheck.adapter shardcheck.adapters.sglang:Engine --release 0.5.23"));
+        let Choice::Command(ascend) = choice("vllm-ascend@0.26.0rc1").unwrap() else { panic!("no command") };
+        assert!(ascend.ends_with("shardcheck.adapters.vllm_ascend:Engine --release 0.26.0rc1"));
     }
 
     #[test]

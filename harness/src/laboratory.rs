@@ -89,13 +89,18 @@ impl Observed {
         Self { reply, changed_inputs: Vec::new(), absent: Vec::new() }
     }
 
+    /// Whether an output is not there, and the engine declares that it has none.
+    pub fn lacks(&self, name: &str) -> bool {
+        self.reply.outputs.find(name).is_none() && self.absent.iter().any(|absent| absent == name)
+    }
+
     /// An output by name, with dtype and shape checked: a missing, mistyped or misshapen output is a failure of the
     /// engine, never of the harness. One that the engine's profile declares absent is not asked for.
     ///
     /// # Errors
     /// [`Halt::Broken`] that names what is wrong, [`Halt::Unsupported`] when the profile declares it absent.
     pub fn output(&self, name: &str, dtype: Dtype, shape: &[usize]) -> Result<&Tensor, Halt> {
-        if self.reply.outputs.find(name).is_none() && self.absent.iter().any(|absent| absent == name) {
+        if self.lacks(name) {
             return Err(Halt::Unsupported(format!("the engine declares that it has no {name}")));
         }
         let tensor =

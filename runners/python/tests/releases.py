@@ -13,14 +13,14 @@ from shardcheck.fetch import engine_folder, read_manifest
 from tests.skips import skip
 
 # seconds that a release's scenarios may take under the interpreter
-TIMEOUT_S = {"sglang": 1200, "vllm": 600}
+TIMEOUT_S = {"sglang": 1200, "vllm": 600, "vllm-ascend": 1200}
 
 
 @functools.lru_cache
 def outcomes(package: str, release: str, *options: str) -> dict[str, Any]:
     """What `tests.PACKAGE_scenarios` prints for a release and options of its adapter."""
     folder = Path(__file__).parent.parent
-    command = [sys.executable, "-W", "ignore", "-m", f"tests.{package}_scenarios", release, *options]
+    command = [sys.executable, "-W", "ignore", "-m", f"tests.{package.replace('-', '_')}_scenarios", release, *options]
     limit_s = TIMEOUT_S[package]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=limit_s)
     if done.returncode != 0:

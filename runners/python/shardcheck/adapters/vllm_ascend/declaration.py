@@ -1,0 +1,47 @@
+"""What the adapter declares: a release's operations, how they round, and what the adapter does itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardcheck import Contract, Conventions, Operation
+
+OWN_STEPS = (
+    "scatter of keys and values into the caches, by the slots that the engine computed",
+    "attention of a rank, a kernel of the device: in f32 over the blocks, lengths and mask that the engine hands it; zeros at an LSE of "
+    "−∞ for a row that sees nothing, where what the device gives is not known",
+    "npu_attention_update, a kernel of the device, behind the engine's own exchange of decode and verification; what it does with empty and "
+    "broken LSEs is not known and not judged",
+    "row lengths, read off the masks of a verification: how many tokens the mask leaves a row, −1 where they are not the rank's first. A request "
+    "without history is a prompt to the engine; its mask is asked for all the same",
+    "one rank: the causal mask of a verification, which is the kernel's",
+    "choice of a rank's query heads; up-projection of merged outputs, in f32",
+    "prefill context parallelism: decodes in front of the batch and no request without rows, as the runner has them; a rank's filling, which lies "
+    "between its rows, moved behind them and cut to the fullest rank's; the bounds of decodes",
+    "merges: the rounding of a merged f32 output to the type of its partials, which is the caller's",
+)
+
+
+def operations(release: Any, merge: str) -> dict[str, Operation]:
+    """Capabilities of a release, from the functions that it has."""
+    # f32 everywhere, sums of an exchange too
+    attention = Contract.f32("f32", merge="ag_rs_f32")
+    conventions = Conventions(lane_orders=[])
+    observables = ["partial_out", "partial_lse", "row_lens", "gathered_query"]
+    found = {
+        "layout": Operation(absent=["draft_lens", "units", "sub_page_table", "blocks_needed"]),
+        "write_kv": Operation(observables=["slots"]),
+        "read_cache": Operation(),
+        "load_cache": Operation(),
+        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
+        "verify": Operation(contract=attention, conventions=conventions, observables=observables),
+        "merge_partials": Operation(
+            contract=Contract.f32("f32", merge="ag_rs_f32"),
+            conventions=conventions,
+            absent=["lse"] if merge == "fused" else [],
+        ),
+        "merge_states": Operation(contract=Contract.f32("f32")),
+    }
+    if release.splits_prefill:
+        found["pcp_layout"] = Operation()
+    return found

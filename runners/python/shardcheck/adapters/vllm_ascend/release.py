@@ -1,0 +1,149 @@
+"""What a release of vLLM-Ascend has: the functions that an operation runs, found by name and signature, never by version."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from shardcheck.adapters import interpreter
+from shardcheck.adapters.collectives import VirtualDistributed
+from shardcheck.adapters.loader import Stub, parameters
+from shardcheck.adapters.vllm_ascend import surroundings
+from shardcheck.adapters.vllm_ascend.surroundings import Groups, NpuTorch
+
+# Tokens of a batch at most, and of a request: sizes of the engine's buffers.
+MAX_TOKENS = 1 << 14
+
+
+class Release:
+    """The engine's functions. `None` where a release lacks one.
+
+    `table` is `BlockTable`, `manager` is `PCPManager` (0.23.0) or `DCPManager`, `fused` is `sfa_dcp_a2a_fused_combine`, `update` is
+    `_update_out_and_lse`, `context` the class of grouped attention with `_update_global_context_output`, `remap` the method
+    `_remap_sparse_indices` of sparse attention.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.groups = Groups()
+        self._seen = threading.local()
+        triton = interpreter.prepare("cpu")
+        self.package = surroundings.package(folder, self.groups, triton, self._update)
+        self.package.install()
+        first = self.package.first
+        self.table = first(surroundings.TABLE, "BlockTable")
+        self.update = first(surroundings.COMMON, "_update_out_and_lse")
+        self.process = first(surroundings.COMMON, "_process_attn_out_lse")
+        self.weigh = first(surroundings.COMMON, "_npu_attention_update")
+        self.manager = first(surroundings.MANAGER, "DCPManager") or first(surroundings.MANAGER, "PCPManager")
+        self.fused = first(surroundings.FUSED, "sfa_dcp_a2a_fused_combine")
+        self.context = self._class_with(surroundings.GROUPED[0], "_update_global_context_output")
+        sparse = self._class_with(surroundings.SPARSE[0], "_remap_sparse_indices")
+        self.remap = None if sparse is None else sparse._remap_sparse_indices
+        for places in (surroundings.COMMON, surroundings.GROUPED, surroundings.FUSED):
+            module = self.package.load(places[0])
+            if module is not None:
+                module.dist = VirtualDistributed(torch.distributed)
+        if self.fused is not None:
+            self.package.load(surroundings.FUSED[0]).torch = NpuTorch()
+
+    def _class_with(self, module: str, method: str) -> Any:
+        loaded = self.package.load(module)
+        found = [
+            kind
+            for kind in vars(loaded).values()
+            if isinstance(kind, type) and not isinstance(kind, Stub) and method in vars(kind)
+        ]
+        return found[0] if found else None
+
+    @property
+    def files(self) -> list[str]:
+        """What computes: served modules."""
+        return self.package.loaded()
+
+    @property
+    def splits_prefill(self) -> bool:
+        """Whether the manager shares prompts out over ranks."""
+        return hasattr(self.manager, "update_tokens_for_pcp")
+
+    def replaced(self) -> list[str]:
+        """What stands in the place of the engine's surroundings, for a profile."""
+        return [
+            *self.package.described(),
+            *interpreter.SHIMS,
+            "torch in the fused exchange: its buffers lie in host memory, and tensors say that they lie on an NPU",
+            "torch.distributed: ranks are threads of one process, in turns",
+        ]
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Within, what comes from a stub is an error."""
+        return self.package.ledger.watching()
+
+    def local_lens(self, manager: Any, seq_lens: torch.Tensor, world: int, interleave: int) -> torch.Tensor:
+        """Tokens of each request on every rank of a group, `[n, W]`."""
+        if hasattr(manager, "_get_dcp_local_seq_lens"):
+            return manager._get_dcp_local_seq_lens(seq_lens)
+        return manager._get_cp_local_seq_lens(seq_lens, 1, world, interleave)[:, 0]
+
+    def block_table(self, block_size: int, requests: int, width: int, tokens: int, interleave: int) -> Any:
+        """The engine's block table of the rank that the calling thread acts for."""
+        return self.table(
+            block_size,
+            max(requests, 1),
+            max(width, 1),
+            max(tokens, 1),
+            False,
+            torch.device("cpu"),
+            [block_size],
+            interleave,
+        )
+
+    def new_manager(
+        self, dcp: tuple[int, int], pcp: tuple[int, int], sizes: tuple[int, int, int], interleave: int
+    ) -> Any:
+        """The engine's manager of the rank `(world, rank)` in both groups, for `(requests, rows of a decode, tokens of a
+        request)` at most."""
+        requests, rows, tokens = sizes
+        speculative = SimpleNamespace(num_speculative_tokens=rows - 1)
+        model = SimpleNamespace(max_model_len=tokens, hf_config=SimpleNamespace(model_type="shardcheck"))
+        limits = SimpleNamespace(max_num_batched_tokens=MAX_TOKENS, max_num_seqs=max(requests, 1))
+        config = SimpleNamespace(
+            speculative_config=speculative,
+            scheduler_config=limits,
+            model_config=model,
+            parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=interleave),
+        )
+        given = {
+            "pcp_world_size": pcp[0],
+            "pcp_rank": pcp[1],
+            "dcp_world_size": dcp[0],
+            "dcp_rank": dcp[1],
+            "max_buffer_num_tokens": MAX_TOKENS,
+            "max_num_reqs": max(requests, 1),
+            "device": torch.device("cpu"),
+            "vllm_config": config,
+            "use_async_scheduling": False,
+        }
+        return self.manager(
+            **{name: value for name, value in given.items() if name in parameters(self.manager)}
+        )
+
+    def observed_lse(self) -> torch.Tensor:
+        """The merged LSE of the last `npu_attention_update` on this thread."""
+        return self._seen.lse
+
+    def _update(self, lses: Any, outs: Any, _: int) -> tuple[torch.Tensor, None]:
+        """Stands for `torch_npu.npu_attention_update`, a kernel of the device: the merge of outputs `[rows, D]` by LSEs
+        `[rows]`, where an empty state weighs nothing."""
+        lse, out = torch.stack(list(lses)), torch.stack(list(outs))
+        top = lse.amax(0)
+        weights = torch.exp(lse - torch.where(torch.isfinite(top), top, 0.0))
+        total = weights.sum(0)
+        self._seen.lse = torch.where(total > 0, torch.where(torch.isfinite(top), top, 0.0) + total.log(), -torch.inf)
+        parts = torch.where(weights[..., None] > 0, out * weights[..., None], 0.0)
+        return parts.sum(0) / torch.where(total > 0, total, 1.0)[:, None], None
