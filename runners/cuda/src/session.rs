@@ -160,7 +160,8 @@ impl Group {
             Operation::InGroup { .. }
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
-            | Operation::Kda { .. } => {
+            | Operation::Kda { .. }
+            | Operation::AttendPcp { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -250,6 +251,9 @@ impl Session for CudaSession {
             }
             Operation::SelectSparse { .. } => {
                 return unsupported("there is no kernel of an indexer".to_owned());
+            }
+            Operation::AttendPcp { .. } => {
+                return unsupported("no kernel attends for rows that are shared out".to_owned());
             }
             Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
             _ => {}
