@@ -11,8 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, StackCase,
-    Workload,
+    AcceptanceCase, AttendPcpCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase,
+    StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -26,6 +26,8 @@ pub enum Family {
     Layout,
     /// Rows of a batch over the ranks of prefill context parallelism.
     Pcp,
+    /// Attention of rows that lie on the ranks of prefill context parallelism.
+    AttendPcp,
     /// Acceptance of drafted tokens.
     Acceptance,
     /// Selection of the tokens that rows attend to.
@@ -64,7 +66,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 19] = [
+    pub const ALL: [Self; 20] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
@@ -79,6 +81,7 @@ impl Family {
         Self::Verify,
         Self::Draft,
         Self::Context,
+        Self::AttendPcp,
         Self::Route,
         Self::Moe,
         Self::Sequence,
@@ -91,6 +94,7 @@ impl Family {
         match self {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
+            Self::AttendPcp => "attend_pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
             Self::Kda => "kda",
@@ -117,6 +121,7 @@ impl Family {
         match self {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
+            Self::AttendPcp => Some(OperationKind::AttendPcp),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::Kda => Some(OperationKind::Kda),
@@ -139,6 +144,11 @@ impl Family {
     /// Whether a case of this family holds an [`AttentionCase`].
     pub fn is_attention(self) -> bool {
         matches!(self, Self::Layout | Self::Write | Self::Decode | Self::Verify | Self::Draft | Self::Context)
+    }
+
+    /// Whether the keys of the new rows come with the step, so that the cache holds the context alone.
+    pub fn brings_new_keys(self) -> bool {
+        matches!(self, Self::Context | Self::AttendPcp)
     }
 
     /// Whether a case of this family holds a [`MergeCase`].
@@ -330,6 +340,8 @@ pub enum Body {
     Merge(MergeCase),
     /// Rows of a batch over the ranks of prefill context parallelism.
     Pcp(PcpCase),
+    /// Attention of rows that lie on the ranks of prefill context parallelism.
+    AttendPcp(AttendPcpCase),
     /// Experts of given logits.
     Route(RouteCase),
     /// A layer of experts over ranks.
@@ -389,6 +401,7 @@ impl Case {
     pub fn operation(&self) -> Option<Operation> {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
+            Body::AttendPcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
             Body::Kda(case) => return Some(case.operation()),
@@ -409,6 +422,7 @@ impl Case {
             Family::MergeSegments => Operation::MergeSegments { tile_tokens: MergeCase::TILE_TOKENS },
             Family::PackLse => Operation::PackLse,
             Family::Pcp
+            | Family::AttendPcp
             | Family::Acceptance
             | Family::SelectSparse
             | Family::Kda
@@ -426,6 +440,7 @@ impl Case {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
             Body::Pcp(case) => Some(case.configuration()),
+            Body::AttendPcp(case) => Some(case.configuration.clone()),
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),

@@ -37,6 +37,7 @@ impl Case {
                 out_of_range(format!("seed is {}; nothing is drawn for this family, so it is 0", self.seed))
             }
             Body::Pcp(case) if self.family == Family::Pcp => case.check(),
+            Body::AttendPcp(case) if self.family == Family::AttendPcp => case.check(),
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
@@ -57,6 +58,9 @@ impl Case {
             Body::Route(_) => out_of_range(format!("family {} does not go with a route body", self.family)),
             Body::Moe(_) => out_of_range(format!("family {} does not go with a moe body", self.family)),
             Body::Pcp(_) => out_of_range(format!("family {} does not go with a pcp body", self.family)),
+            Body::AttendPcp(_) => {
+                out_of_range(format!("family {} does not go with an attend_pcp body", self.family))
+            }
             Body::Acceptance(_) => {
                 out_of_range(format!("family {} does not go with an acceptance body", self.family))
             }

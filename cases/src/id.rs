@@ -27,9 +27,9 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase, MergeCase,
-    MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase, SequenceCase,
-    StackCase, StateView, Workload, rules,
+    AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase,
+    MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase,
+    SequenceCase, StackCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -58,6 +58,7 @@ impl Case {
                 format!("{family}/{}/{}/{seed}", case.spell(), spell_sequence(&case.session))
             }
             Body::Pcp(case) => format!("{family}/{}", case.spell()),
+            Body::AttendPcp(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
@@ -89,6 +90,13 @@ impl FromStr for Case {
             Self::attention(family, body, number("seed", seed).map_err(fail)?)
         } else if matches!(family, Family::Sequence | Family::Stack) {
             read_session(family, &parts).map_err(fail)?
+        } else if family == Family::AttendPcp {
+            let [_, split, batch, model, configuration, rest, probe, seed] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; an attend_pcp id has 8", parts.len())));
+            };
+            let body =
+                AttendPcpCase::read((split, batch), (model, configuration), rest, probe).map_err(fail)?;
+            Self::attend_pcp(body, number("seed", seed).map_err(fail)?)
         } else if family == Family::Acceptance {
             let [_, sampler, batch, pattern, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; an acceptance id has 5", parts.len())));
@@ -158,7 +166,7 @@ fn spell_sequence(case: &SequenceCase) -> String {
     format!("{model}/{configuration}/{name}/{steps}")
 }
 
-fn spell_configuration(model: &str, c: &Configuration, latent_output: bool) -> String {
+pub(crate) fn spell_configuration(model: &str, c: &Configuration, latent_output: bool) -> String {
     let mut tokens = Vec::new();
     let model = Model::find(model);
     if model.is_none_or(|model| model.attention(c.gathered_heads()) != c.attention) {
@@ -363,7 +371,7 @@ pub(crate) fn read_workload(text: &str) -> Result<Workload, String> {
 }
 
 /// The configuration and whether the output is latent; `blocks` gives their number for a virtual block where the text does not.
-fn read_configuration(
+pub(crate) fn read_configuration(
     model: &str,
     text: &str,
     blocks: impl Fn(usize) -> Result<usize, String>,
@@ -477,7 +485,7 @@ fn read_attention(token: &str) -> Option<Attention> {
     token.starts_with("gqa").then_some(Attention::Gqa { kv_heads, head_dim, v_head_dim })
 }
 
-fn read_cache_format(token: &str) -> Option<(Dtype, f32)> {
+pub(crate) fn read_cache_format(token: &str) -> Option<(Dtype, f32)> {
     match token.split_once('@') {
         None => Some((token.parse().ok()?, 1.0)),
         Some((dtype, scale)) => Some((dtype.parse().ok()?, scale.parse().ok()?)),

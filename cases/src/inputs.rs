@@ -101,7 +101,7 @@ impl Inputs {
     /// new keys along, and all its tokens elsewhere.
     pub fn cached_tokens(&self, request: usize) -> usize {
         let request = &self.case.workload.requests[request];
-        if self.family == Family::Context { request.context_tokens } else { request.seq_len() }
+        if self.family.brings_new_keys() { request.context_tokens } else { request.seq_len() }
     }
 
     /// Keys that row `row` of a request sees: all L for a draft block, else L − q + 1 + row.

@@ -35,6 +35,7 @@ pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, gener
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use moe::{ExpertWeights, MoeCase};
+pub use pcp::attention::AttendPcpCase;
 pub use pcp::{PcpCase, PcpRequest};
 pub use probe::Probe;
 pub use route::{LogitPattern, RouteCase, TOKEN_IDS};

@@ -1,5 +1,7 @@
 //! Cases of prefill context parallelism: how a batch is shared out over P ranks and how its rows come back.
 
+pub(crate) mod attention;
+
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     CommBackend, Configuration, LaneOrder, Operation, PcpDecodes, PcpStrategy, Tensor, Tensors,

@@ -118,6 +118,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.pcp {
         part.collect(seed, &mut suite);
     }
+    for part in &file.attend_pcp {
+        part.collect(seed, &mut suite);
+    }
     for part in &file.route {
         part.collect(seed, &mut suite);
     }
@@ -164,6 +167,7 @@ fn compile_key(case: &Case) -> Vec<String> {
         }
         Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
         Body::SelectSparse(body) => key_of("", &body.configuration()),
+        Body::AttendPcp(body) => key_of(&body.model, &body.configuration),
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
         Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
@@ -234,6 +238,8 @@ struct SuiteFile {
     merge: Vec<MergePart>,
     #[serde(default)]
     pcp: Vec<prefill::PcpPart>,
+    #[serde(default)]
+    attend_pcp: Vec<prefill::AttendPcpPart>,
     #[serde(default)]
     route: Vec<experts::RoutePart>,
     #[serde(default)]

@@ -111,6 +111,7 @@ fn every_family_names_the_operation_that_it_is_about() {
             || matches!(
                 family,
                 Family::Pcp
+                    | Family::AttendPcp
                     | Family::Acceptance
                     | Family::SelectSparse
                     | Family::Kda

@@ -70,6 +70,7 @@ fn families_of_the_gate_have_their_shares() {
     for (family, least) in [
         (Family::Layout, 280),
         (Family::Pcp, 90),
+        (Family::AttendPcp, 36),
         (Family::Acceptance, 45),
         (Family::SelectSparse, 45),
         (Family::Kda, 20),

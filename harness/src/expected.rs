@@ -7,6 +7,7 @@ use shardcheck_references::bound::{
     Certified, ProjectionOrder, UpProjection, certify, certify_chain, certify_projected, interval,
 };
 use shardcheck_references::chunk::ChunkPlan;
+use shardcheck_references::layout::Layout;
 use shardcheck_references::visibility::Visible;
 
 use crate::judge::Allowed;
@@ -89,11 +90,18 @@ pub fn attention(material: &AttentionMaterial, contract: &Contract) -> Result<Ex
             let query = query_of(material, request, group);
             let problem = problem(material, request, &query);
             let place = Place { material, request, group };
-            if material.family == Family::Context {
+            if material.family.brings_new_keys() {
                 let chunks = chunk_tokens(material, request, true);
                 let certified = certify_chain(&problem, &chunks, &visible, contract, false)
                     .map_err(|error| error.to_string())?;
                 expected.take_output(place, &certified, contract);
+                if material.family == Family::AttendPcp {
+                    // rows that are shared out may attend in one pass as well, or merge what they have for a context
+                    let one_pass = Layout::new(1, 1, 1).map_err(|error| error.to_string())?;
+                    let certified = certify(&problem, &one_pass, &visible, contract)
+                        .map_err(|error| error.to_string())?;
+                    expected.widen_output(place, &certified, contract);
+                }
             } else if let Some(weights) = material.up_projection(group) {
                 let v_dim = material.configuration().attention.v_head_dim();
                 let order = if material.configuration().project_before_merge {
@@ -258,7 +266,7 @@ impl Blank {
             latent: vec![Allowed::Undefined; states * attention.value_dim()],
             projected,
         };
-        let partials = if material.family == Family::Context { 0 } else { material.configuration().dcp };
+        let partials = if material.family.brings_new_keys() { 0 } else { material.configuration().dcp };
         let dim = if material.is_projected() { attention.v_head_dim() } else { attention.value_dim() };
         Self {
             out: vec![Allowed::Exactly(0.0); states * dim],
@@ -276,6 +284,19 @@ impl Blank {
             for d in 0..dim {
                 let (out, pre) = (certified.out[from * dim + d], certified.pre[from * dim + d]);
                 self.out[to * dim + d] = allowed_out(out, pre, contract.output);
+            }
+        }
+    }
+
+    /// Allows what another way of computing may give as well.
+    fn widen_output(&mut self, place: Place<'_>, certified: &Certified, contract: &Contract) {
+        let dim = certified.v_dim;
+        for (from, to) in place.states(certified) {
+            let bound = certified.practical_lse_bound[from].unwrap_or(certified.lse_bound[from]);
+            self.lse[to] = self.lse[to].or(allowed_lse(&certified.lse[from..=from], &[bound], 0));
+            for d in 0..dim {
+                let (out, pre) = (certified.out[from * dim + d], certified.pre[from * dim + d]);
+                self.out[to * dim + d] = self.out[to * dim + d].or(allowed_out(out, pre, contract.output));
             }
         }
     }

@@ -43,6 +43,17 @@ impl Allowed {
         }
     }
 
+    /// What is allowed in this or in another way of computing the same number.
+    #[must_use]
+    pub fn or(self, other: Self) -> Self {
+        match (self, other) {
+            (Self::Between { expected, low, high }, Self::Between { low: least, high: most, .. }) => {
+                Self::Between { expected, low: low.min(least), high: high.max(most) }
+            }
+            _ => self,
+        }
+    }
+
     /// Whether `seen` is allowed. Every comparison is of the form "inside", so that NaN is outside.
     pub fn admits(self, seen: f64) -> bool {
         match self {
@@ -325,6 +336,15 @@ mod tests {
             Comparison::all("partial", &[f64::NAN, 0.0], &[Allowed::Undefined, Allowed::Exactly(0.0)]);
         assert!(comparison.holds());
         assert_eq!(comparison.measured().compared, 1);
+    }
+
+    #[test]
+    fn another_way_of_computing_widens_an_interval_and_nothing_else() {
+        assert_eq!(
+            between(0.0, 1.0).or(between(-2.0, 0.5)),
+            Allowed::Between { expected: 0.0, low: -2.5, high: 1.0 }
+        );
+        assert_eq!(Allowed::NegativeInfinity.or(between(0.0, 1.0)), Allowed::NegativeInfinity);
     }
 
     #[test]

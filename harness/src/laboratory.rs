@@ -20,6 +20,7 @@ use crate::finding::{Failure, Finding, Stage};
 use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
+use crate::prefilling::PrefillMaterial;
 use crate::routing::RouteMaterial;
 use crate::selecting::SelectMaterial;
 use crate::sequence::{Play, SequenceMaterial};
@@ -248,13 +249,25 @@ impl<'a> Laboratory<'a> {
         }
     }
 
-    /// Material of a case of prefill context parallelism.
+    /// Material of a case of attention under prefill context parallelism.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn prefilling(&self) -> &'a PrefillMaterial {
+        match self.material {
+            Material::Prefilling(material) => material,
+            _ => panic!("a property of attention for shared rows on the case {}", self.case.id()),
+        }
+    }
+
+    /// Where the rows of a case of prefill context parallelism are, of one that attends as well.
     ///
     /// # Panics
     /// When the case is of another kind: properties are registered by family.
     pub fn sharing(&self) -> &'a SharingMaterial {
         match self.material {
             Material::Sharing(material) => material,
+            Material::Prefilling(material) => &material.sharing,
             _ => panic!("a property of prefill context parallelism on the case {}", self.case.id()),
         }
     }
@@ -442,6 +455,7 @@ impl<'a> Laboratory<'a> {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
+            Material::Prefilling(material) => material.observe(&self.engine),
             Material::Route(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)

@@ -34,6 +34,7 @@ pub mod merging;
 pub mod mutants;
 pub mod nearest;
 pub mod patience;
+pub mod prefilling;
 pub mod probing;
 pub mod progress;
 pub mod properties;

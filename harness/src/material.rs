@@ -20,6 +20,7 @@ use crate::expected::{self, Expected, ExpectedState};
 use crate::laboratory::{Halt, Observed};
 use crate::layer::MoeMaterial;
 use crate::merging::MergeMaterial;
+use crate::prefilling::PrefillMaterial;
 use crate::routing::RouteMaterial;
 use crate::selecting::SelectMaterial;
 use crate::sequence::SequenceMaterial;
@@ -36,6 +37,8 @@ pub enum Material {
     Merge(Box<MergeMaterial>),
     /// A batch over the ranks of prefill context parallelism.
     Sharing(Box<SharingMaterial>),
+    /// Attention of a batch over those ranks.
+    Prefilling(Box<PrefillMaterial>),
     /// Experts of given logits.
     Route(Box<RouteMaterial>),
     /// A layer of experts over ranks.
@@ -69,6 +72,9 @@ impl Material {
                 .map(|material| Self::Attention(Box::new(material))),
             Body::Merge(own) => MergeMaterial::new(family, own, seed, profile).map(Box::new).map(Self::Merge),
             Body::Pcp(pcp) => Ok(Self::Sharing(Box::new(SharingMaterial::new(pcp)))),
+            Body::AttendPcp(own) => {
+                PrefillMaterial::new(own, seed, profile).map(Box::new).map(Self::Prefilling)
+            }
             Body::Acceptance(drafts) => Ok(Self::Accepting(Box::new(AcceptanceMaterial::new(drafts, seed)))),
             Body::SelectSparse(own) => {
                 SelectMaterial::new(own, seed, profile).map(Box::new).map(Self::Selecting)
@@ -208,17 +214,7 @@ impl AttentionMaterial {
     /// [`Halt::Inconclusive`] when that case contradicts itself.
     pub fn with_other_future(&self) -> Result<Self, Halt> {
         let mut inputs = self.inputs.clone();
-        for (index, request) in self.case.workload.requests.iter().enumerate() {
-            let attention = self.configuration().attention;
-            let hidden = request.context_tokens + 1;
-            for (tokens, width) in [
-                (&mut inputs.keys[index], attention.qk_dim()),
-                (&mut inputs.values[index], attention.value_dim()),
-            ] {
-                let from = (hidden * attention.kv_heads() * width).min(tokens.len());
-                tokens[from..].iter_mut().for_each(|value| *value = -*value);
-            }
-        }
+        negate_future(&mut inputs);
         Self::over(self.family, self.case.clone(), self.seed, &self.profile, inputs)
             .map_err(Halt::Inconclusive)
     }
@@ -266,7 +262,7 @@ impl AttentionMaterial {
     /// context family, whose new tokens come with the step.
     pub fn write_inputs(&self) -> Tensors {
         match self.family {
-            Family::Context => self.inputs.write_context(),
+            family if family.brings_new_keys() => self.inputs.write_context(),
             _ => self.inputs.write_kv(),
         }
     }
@@ -279,7 +275,7 @@ impl AttentionMaterial {
     /// Inputs of the step.
     pub fn step_inputs(&self) -> Tensors {
         match self.family {
-            Family::Context => self.inputs.attend_context(),
+            family if family.brings_new_keys() => self.inputs.attend_context(),
             Family::Decode | Family::Verify | Family::Draft => self.inputs.attend(),
             _ => self.inputs.layout(),
         }
@@ -377,7 +373,7 @@ impl AttentionMaterial {
 
     /// Tokens of a request that lie in the cache before the step.
     fn stored_tokens(&self, request: Request) -> usize {
-        if self.family == Family::Context { request.context_tokens } else { request.seq_len() }
+        if self.family.brings_new_keys() { request.context_tokens } else { request.seq_len() }
     }
 
     /// Requests and positions of the tokens of [`Self::write_inputs`], in order; request −1 is padding.
@@ -437,7 +433,7 @@ impl AttentionMaterial {
 
     /// Whether the step applies an up-projection.
     pub fn is_projected(&self) -> bool {
-        self.inputs.w_uv.is_some() && self.family != Family::Context
+        self.inputs.w_uv.is_some() && !self.family.brings_new_keys()
     }
 
     /// Up-projection of a group's heads, `[Hg, Dv, V]`, where the step applies one.
@@ -565,6 +561,21 @@ impl AttentionMaterial {
             empty_shards: (0..world).map(empty).sum::<usize>() as u64,
             real_heads: self.heads() >= 32
                 && matches!(self.family, Family::Decode | Family::Verify | Family::Draft | Family::Context),
+        }
+    }
+}
+
+/// Turns the sign of every token behind the first new row of its request.
+pub(crate) fn negate_future(inputs: &mut Inputs) {
+    let attention = inputs.case.configuration.attention;
+    for (index, request) in inputs.case.workload.requests.iter().enumerate() {
+        let hidden = request.context_tokens + 1;
+        for (tokens, width) in [
+            (&mut inputs.keys[index], attention.qk_dim()),
+            (&mut inputs.values[index], attention.value_dim()),
+        ] {
+            let from = (hidden * attention.kv_heads() * width).min(tokens.len());
+            tokens[from..].iter_mut().for_each(|value| *value = -*value);
         }
     }
 }

@@ -12,6 +12,7 @@ mod layout;
 mod merge;
 mod moe;
 mod pcp;
+mod prefill;
 mod probe;
 mod route;
 mod rules;
@@ -78,6 +79,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         statistics::PROPERTIES,
         probe::PROPERTIES,
         context::PROPERTIES,
+        prefill::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,
         segments::PROPERTIES,

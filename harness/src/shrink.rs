@@ -8,6 +8,7 @@ mod experts;
 mod known;
 mod ladder;
 mod moves;
+mod prefill;
 mod session;
 mod size;
 mod sparse;

@@ -3,7 +3,7 @@
 use shardcheck_engine::{Configuration, Conventions, ScaleRounding};
 use shardcheck_formats::{decode_f32, encode_f32};
 
-use crate::{Family, Inputs};
+use crate::Inputs;
 
 /// The code that a cache holds for `value`: cast(value / kv_scale), with the division and the overflow of the conventions.
 pub fn cache_code(configuration: &Configuration, conventions: &Conventions, value: f32) -> u64 {
@@ -45,7 +45,7 @@ impl Inputs {
         raw.iter()
             .enumerate()
             .map(|(request, values)| {
-                let cached = if self.family == Family::Context {
+                let cached = if self.family.brings_new_keys() {
                     self.cached_tokens(request) * elements
                 } else {
                     values.len()

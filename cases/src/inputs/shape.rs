@@ -83,7 +83,7 @@ impl<'a> Shape<'a> {
         }
         let configuration = self.configuration();
         let request = &self.case.workload.requests[request];
-        let cached = if self.family == Family::Context { request.context_tokens } else { request.seq_len() };
+        let cached = if self.family.brings_new_keys() { request.context_tokens } else { request.seq_len() };
         let room =
             blocks_needed(configuration, request.seq_len()) * configuration.virtual_block_tokens() - cached;
         room.min(configuration.interleave * configuration.dcp)

@@ -1,11 +1,12 @@
-//! The part of a suite that is about prefill context parallelism: a covering array over splits, ranks, batches and lengths.
+//! The parts of a suite that are about prefill context parallelism: covering arrays over splits, ranks, batches and lengths, and over what
+//! attends in them.
 
 use serde::Deserialize;
 use shardcheck_engine::{PcpDecodes, PcpStrategy};
 
 use super::Collector;
 use crate::covering::covering;
-use crate::{Case, PcpCase, PcpRequest};
+use crate::{AttendPcpCase, Case, PcpCase, PcpRequest, Probe};
 
 /// A length of the first prompt, at the edges of a split over P ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -113,33 +114,37 @@ pub(super) struct PcpPart {
 
 impl PcpPart {
     pub(super) fn collect(&self, seed: u64, suite: &mut Collector) {
-        let levels = [
+        suite.fill(self.count, |round| {
+            let allow = |row: &[Option<usize>]| self.allows(row);
+            let rows = covering(&self.levels(), self.strength, &allow, seed.wrapping_add(round << 32));
+            rows.iter().map(|row| Case::pcp(self.case(row))).collect()
+        });
+    }
+
+    fn levels(&self) -> [usize; 6] {
+        [
             self.splits.len(),
             self.worlds.len(),
             self.batches.len(),
             self.lengths.len(),
             self.contexts.len(),
             self.extra_rows.len(),
-        ];
+        ]
+    }
+
+    fn allows(&self, row: &[Option<usize>]) -> bool {
         // what zigzag refuses: decodes, and prompts that are shorter than its blocks are many
-        let allow = |row: &[Option<usize>]| {
-            let zigzag = row[0].is_some_and(|index| self.splits[index].0 == PcpStrategy::Zigzag);
-            let with_decodes = |index| {
-                matches!(self.batches[index], Batch::Mixed | Batch::Verifying | Batch::Decodes | Batch::Idle)
-            };
-            let is_short =
-                |world: usize, index: usize| (1..2 * world).contains(&self.lengths[index].rows(world));
-            let short = match (row[1], row[3]) {
-                (Some(world), Some(length)) => is_short(self.worlds[world], length),
-                (None, Some(length)) => self.worlds.iter().all(|world| is_short(*world, length)),
-                _ => false,
-            };
-            !(zigzag && (row[2].is_some_and(with_decodes) || short))
+        let zigzag = row[0].is_some_and(|index| self.splits[index].0 == PcpStrategy::Zigzag);
+        let with_decodes = |index: usize| {
+            matches!(self.batches[index], Batch::Mixed | Batch::Verifying | Batch::Decodes | Batch::Idle)
         };
-        suite.fill(self.count, |round| {
-            let rows = covering(&levels, self.strength, &allow, seed.wrapping_add(round << 32));
-            rows.iter().map(|row| Case::pcp(self.case(row))).collect()
-        });
+        let is_short = |world: usize, index: usize| (1..2 * world).contains(&self.lengths[index].rows(world));
+        let short = match (row[1], row[3]) {
+            (Some(world), Some(length)) => is_short(self.worlds[world], length),
+            (None, Some(length)) => self.worlds.iter().all(|world| is_short(*world, length)),
+            _ => false,
+        };
+        !(zigzag && (row[2].is_some_and(with_decodes) || short))
     }
 
     fn case(&self, row: &[usize]) -> PcpCase {
@@ -151,5 +156,58 @@ impl PcpPart {
         };
         let requests = self.batches[row[2]].requests(world, first);
         PcpCase { world, strategy, decodes, extra_rows: self.extra_rows[row[5]], requests }
+    }
+}
+
+/// A covering array of cases that attend under prefill context parallelism, and cases by hand.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct AttendPcpPart {
+    /// Model and configuration, as an id has them.
+    layouts: Vec<(String, String)>,
+    /// Placement of blocks and format of queries, as an id has them.
+    queries: Vec<String>,
+    probes: Vec<Probe>,
+    /// Cases by hand: ids up to the seed.
+    #[serde(default)]
+    written: Vec<String>,
+    /// The batches; its strength and count are those of the whole array.
+    batch: PcpPart,
+}
+
+impl AttendPcpPart {
+    pub(super) fn collect(&self, seed: u64, suite: &mut Collector) {
+        for written in &self.written {
+            let id = format!("{written}/0");
+            suite.add(id.parse().unwrap_or_else(|error| panic!("a suite has shared rows by hand: {error}")));
+        }
+        let mut levels = self.batch.levels().to_vec();
+        levels.extend([self.layouts.len(), self.queries.len(), self.probes.len()]);
+        // a batch without rows has nothing that attends
+        let idle = |row: &[Option<usize>]| match (row[2], row[3]) {
+            (Some(batch), Some(length)) => {
+                self.batch.batches[batch] == Batch::One && self.batch.lengths[length] == Length::Zero
+            }
+            _ => false,
+        };
+        let allow = |row: &[Option<usize>]| self.batch.allows(row) && !idle(row);
+        suite.fill(self.batch.count, |round| {
+            let rows = covering(&levels, self.batch.strength, &allow, seed.wrapping_add(round << 32));
+            // a length of P − 1 may be none
+            rows.iter()
+                .map(|row| self.case(row))
+                .filter(|case| case.batch.rows() > 0)
+                .map(|case| Case::attend_pcp(case, 0))
+                .collect()
+        });
+    }
+
+    fn case(&self, row: &[usize]) -> AttendPcpCase {
+        let batch = self.batch.case(row).spell();
+        let (split, requests) = batch.split_once('/').expect("a batch is spelt in two parts");
+        let (model, configuration) = &self.layouts[row[6]];
+        let probe = self.probes[row[8]].name();
+        AttendPcpCase::read((split, requests), (model, configuration), &self.queries[row[7]], probe)
+            .unwrap_or_else(|error| panic!("a suite has shared rows that do not read: {error}"))
     }
 }

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 10] = [
+const CASES: [(&str, &str); 11] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -42,6 +42,10 @@ const CASES: [(&str, &str); 10] = [
         "kda/softplus.h2.hv4.k8.v6.t4/tp2.dcp2.c4.d3/5.n0+0.n1_4.0+1.1_1.0-2w2+2.0+3.n1/slow/7",
     ),
     (
+        "attention under prefill context parallelism",
+        "attend_pcp/head_tail.p4.owned/0+11_3+5x2_7+1d/tiny-mla/tp1.dcp1.h2.s1.b8.n12.bf16.ag_rs/shuf.e4m3fn@0.25/gaussian/7",
+    ),
+    (
         "steps through all layers of a transformer",
         "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/rejected/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7",
     ),
@@ -57,7 +61,7 @@ pub fn operations() -> String {
     let mut text = String::from(
         "Shapes use: n requests, T query rows with graph padding, ranks = tp, H query heads of a rank, Hall = H·tp,\n\
          Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size;\n\
-         in pcp_layout P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
+         in pcp_layout and attend_pcp P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
          in route and moe N tokens, E experts, k of a token, h hidden width, I inner width of an expert and J of the shared one, R rows\n\
          of the rank that has most, ranks = dp·pcp·tp of the plan;\n\
          in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\

@@ -93,6 +93,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::Kda => {
             "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
         }
+        Family::AttendPcp => {
+            "attention of a batch whose rows lie on the ranks of prefill context parallelism, over the gathered keys of all"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }

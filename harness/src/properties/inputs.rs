@@ -16,6 +16,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
     families: &[
         Family::Layout,
         Family::Pcp,
+        Family::AttendPcp,
         Family::Route,
         Family::Moe,
         Family::Acceptance,

@@ -112,7 +112,7 @@ fn broken(headline: String, stage: Stage) -> Halt {
 }
 
 /// `rows`, rank by rank; the width R is the engine's own, as long as all ranks have the same.
-fn rows(laboratory: &Laboratory) -> Result<Vec<Vec<i64>>, Halt> {
+pub(super) fn rows(laboratory: &Laboratory) -> Result<Vec<Vec<i64>>, Halt> {
     let material = laboratory.sharing();
     let observed = laboratory.observed()?;
     let given = observed.reply.outputs.find("rows");
@@ -129,7 +129,7 @@ fn beside_rows(laboratory: &Laboratory, name: &str, dtype: Dtype) -> Result<Vec<
     Ok(rows.concat().into_iter().zip(seen).collect())
 }
 
-fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.sharing();
     let mut compared = 0;
     for (rank, seen) in rows(laboratory)?.into_iter().enumerate() {
@@ -154,7 +154,7 @@ fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(Finding::Holds(Measured::exact(compared)))
 }
 
-fn order(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn order(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.sharing();
     let mut compared = 0;
     for (rank, seen) in rows(laboratory)?.into_iter().enumerate() {
@@ -186,7 +186,7 @@ fn order(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(Finding::Holds(Measured::exact(compared)))
 }
 
-fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.sharing();
     let rows = rows(laboratory)?;
     let width = rows.first().map_or(0, Vec::len);
@@ -240,7 +240,7 @@ fn positions(laboratory: &Laboratory) -> Result<Finding, Halt> {
     })
 }
 
-fn bounds(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn bounds(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "a local row sees another number of tokens than its position and what lies before it";
     compare(laboratory, ("row_lens", Dtype::I32), headline, |material, row| {
         Some(placed(material, row).map_or(0, shardcheck_references::pcp::Placed::visible_tokens))

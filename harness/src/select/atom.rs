@@ -273,9 +273,15 @@ impl ChoiceAxis {
     pub fn of(self, case: &Case) -> Option<&'static str> {
         match self {
             Self::Family => Some(case.family.name()),
-            Self::Probe => attention(case).map(|c| c.probe.name()),
+            Self::Probe => match &case.body {
+                Body::AttendPcp(c) => Some(c.probe.name()),
+                _ => attention(case).map(|c| c.probe.name()),
+            },
             Self::Kv => session(case).map(|c| c.kv_dtype.name()),
-            Self::Placement => attention(case).map(|c| c.workload.placement.name()),
+            Self::Placement => match &case.body {
+                Body::AttendPcp(c) => Some(c.placement.name()),
+                _ => attention(case).map(|c| c.workload.placement.name()),
+            },
             Self::Dtype => merge(case).map(|c| c.dtype.name()),
             Self::Pattern => merge(case).map(|c| c.pattern.name()),
             Self::View => merge(case).map(|c| c.view.name()),
@@ -320,6 +326,7 @@ fn attention(case: &Case) -> Option<&AttentionCase> {
 fn model(case: &Case) -> Option<&str> {
     match &case.body {
         Body::Attention(c) => Some(&c.model),
+        Body::AttendPcp(c) => Some(&c.model),
         Body::Sequence(c) => Some(&c.model),
         Body::Stack(c) => Some(&c.session.model),
         _ => None,
@@ -330,6 +337,7 @@ fn model(case: &Case) -> Option<&str> {
 fn session(case: &Case) -> Option<&Configuration> {
     match &case.body {
         Body::Attention(c) => Some(&c.configuration),
+        Body::AttendPcp(c) => Some(&c.configuration),
         Body::Sequence(c) => Some(&c.configuration),
         Body::Stack(c) => Some(c.configuration()),
         _ => None,

@@ -5,6 +5,8 @@ use shardcheck_cases::{
     SequenceCase,
 };
 
+use shardcheck_engine::Configuration;
+
 use super::atom::NumberAxis;
 
 impl NumberAxis {
@@ -19,6 +21,9 @@ impl NumberAxis {
             Body::Sequence(sequence) => self.of_sequence(sequence),
             Body::Stack(stack) => self.of_sequence(&stack.session),
             Body::Pcp(pcp) => self.of_pcp(pcp),
+            Body::AttendPcp(shared) => {
+                self.of_pcp(&shared.batch).or_else(|| self.of_session(&shared.configuration))
+            }
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),
             Body::Acceptance(acceptance) => self.of_acceptance(acceptance),
@@ -92,6 +97,16 @@ impl NumberAxis {
             Self::Rows => Some(case.rows()),
             Self::Requests => Some(case.requests.len()),
             Self::Padded => Some(case.extra_rows),
+            _ => None,
+        }
+    }
+
+    fn of_session(self, configuration: &Configuration) -> Option<usize> {
+        match self {
+            Self::Tp => Some(configuration.tp),
+            Self::Interleave => Some(configuration.interleave),
+            Self::Block => Some(configuration.block_size),
+            Self::Heads => Some(configuration.gathered_heads()),
             _ => None,
         }
     }

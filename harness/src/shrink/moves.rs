@@ -1,21 +1,22 @@
 //! Steps from a case to smaller or plainer ones, each along one axis or a few that go together.
 
 use shardcheck_cases::{
-    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, KdaCase, MergeCase, Model, PcpCase,
-    Placement, Probe, Request, StateView, default_blocks, patterns,
+    AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, KdaCase, MergeCase, Model, Placement,
+    Probe, Request, StateView, default_blocks, patterns,
 };
 use shardcheck_engine::{Attention, CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
 use super::size::key;
-use super::{experts, session, sparse, stack};
+use super::{experts, prefill, session, sparse, stack};
 
 /// Cases one step away that are smaller or plainer and hold together, smallest first.
 pub(crate) fn moves(case: &Case) -> Vec<Case> {
     let mut found = match &case.body {
         Body::Attention(attention) => attention_moves(case, attention),
         Body::Merge(merge) => merge_moves(case, merge),
-        Body::Pcp(pcp) => pcp_moves(pcp),
+        Body::Pcp(pcp) => prefill::moves(pcp),
+        Body::AttendPcp(shared) => prefill::attention_moves(case, shared),
         Body::Route(route) => experts::route_moves(case, route),
         Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),
@@ -340,34 +341,6 @@ fn kda_moves(case: &KdaCase, seed: u64) -> Vec<Case> {
     add(&|c| c.chunk = 1);
     add(&|c| c.chunk = c.chunk.min(2));
     add(&|c| c.drafts = c.steps.iter().flatten().map(|request| request.rejected).max().unwrap_or(0));
-    found
-}
-
-fn pcp_moves(case: &PcpCase) -> Vec<Case> {
-    let mut found = Vec::new();
-    let mut add = |change: &dyn Fn(&mut PcpCase)| {
-        let mut changed = case.clone();
-        change(&mut changed);
-        found.push(Case::pcp(changed));
-    };
-    let smaller = |value: usize| [0, 1, value / 2, value.saturating_sub(1)].map(|less| less.min(value));
-    for index in 0..case.requests.len() {
-        add(&|c| {
-            c.requests.remove(index);
-        });
-        for less in smaller(case.requests[index].query_tokens) {
-            add(&|c| c.requests[index].query_tokens = less);
-        }
-        for less in smaller(case.requests[index].context_tokens) {
-            add(&|c| c.requests[index].context_tokens = less);
-        }
-        add(&|c| c.requests[index].is_prefilling = true);
-    }
-    for world in [1, 2, 3, 4, case.world / 2] {
-        add(&|c| c.world = world.min(c.world));
-    }
-    add(&|c| c.extra_rows = 0);
-    add(&|c| c.extra_rows = c.extra_rows.min(1));
     found
 }
 

@@ -6,10 +6,10 @@ use serde::{Deserialize, Serialize};
 use shardcheck_cases::{
     AttentionCase, Body, CUSTOM_MODEL, Case, MergeCase, MergePattern, Placement, Probe, StateView,
 };
-use shardcheck_engine::{CommBackend, LaneOrder, PcpDecodes, PcpStrategy};
+use shardcheck_engine::{CommBackend, LaneOrder};
 use shardcheck_formats::Dtype;
 
-use super::{experts, session, sparse, stack};
+use super::{experts, prefill, session, sparse, stack};
 
 /// How large a case is. Sizes compare part by part, in the order of the fields: tokens first, then W, and so on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -41,14 +41,8 @@ impl Size {
                 block: 1,
                 dims: merge.dim,
             },
-            Body::Pcp(pcp) => Self {
-                tokens: pcp.requests.iter().map(|r| r.context_tokens + 2 * r.query_tokens).sum(),
-                world: pcp.world,
-                heads: 0,
-                interleave: 1,
-                block: 1,
-                dims: 0,
-            },
+            Body::Pcp(pcp) => prefill::batch_size(pcp),
+            Body::AttendPcp(shared) => prefill::size(shared),
             Body::Route(route) => experts::route_size(route),
             Body::Moe(moe) => experts::moe_size(moe),
             Body::Acceptance(acceptance) => Self {
@@ -74,7 +68,7 @@ impl Size {
         }
     }
 
-    fn of_attention(case: &AttentionCase) -> Self {
+    pub(super) fn of_attention(case: &AttentionCase) -> Self {
         let configuration = &case.configuration;
         let attention = configuration.attention;
         let mut dims = attention.qk_dim() + attention.value_dim() + attention.kv_heads();
@@ -117,13 +111,8 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
     let mut plain = match &case.body {
         Body::Attention(attention) => plainness(attention),
         Body::Merge(merge) => merge_plainness(merge),
-        Body::Pcp(pcp) => vec![
-            pcp.requests.len() as u64,
-            pcp.extra_rows as u64,
-            place(&PcpStrategy::ALL, &pcp.strategy),
-            place(&PcpDecodes::ALL, &pcp.decodes),
-            pcp.requests.iter().filter(|request| !request.is_prefilling).count() as u64,
-        ],
+        Body::Pcp(pcp) => prefill::batch_plainness(pcp),
+        Body::AttendPcp(shared) => prefill::plainness(shared),
         Body::Route(route) => experts::route_plainness(route),
         Body::Moe(moe) => experts::moe_plainness(moe),
         Body::Acceptance(acceptance) => vec![
@@ -156,15 +145,10 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
 /// A rough count of the multiplications that a case costs, to order cases by.
 pub fn work(case: &Case) -> usize {
     match &case.body {
-        Body::Attention(attention) => {
-            let configuration = &attention.configuration;
-            let width = configuration.attention.qk_dim() + configuration.attention.value_dim();
-            let pairs: usize =
-                attention.workload.requests.iter().map(|r| r.query_tokens.max(1) * r.seq_len()).sum();
-            pairs * configuration.total_heads() * width + 1000 * configuration.tp
-        }
+        Body::Attention(attention) => attention_work(attention),
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
         Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
+        Body::AttendPcp(shared) => prefill::work(shared),
         Body::Route(route) => (route.tokens + 1) * route.experts,
         Body::Moe(moe) => experts::moe_work(moe),
         // an enumeration has its few thousand rows of three tokens
@@ -181,11 +165,18 @@ pub fn work(case: &Case) -> usize {
     }
 }
 
+pub(super) fn attention_work(case: &AttentionCase) -> usize {
+    let configuration = &case.configuration;
+    let width = configuration.attention.qk_dim() + configuration.attention.value_dim();
+    let pairs: usize = case.workload.requests.iter().map(|r| r.query_tokens.max(1) * r.seq_len()).sum();
+    pairs * configuration.total_heads() * width + 1000 * configuration.tp
+}
+
 pub(super) fn place<T: PartialEq>(all: &[T], value: &T) -> u64 {
     all.iter().position(|other| other == value).unwrap_or(all.len()) as u64
 }
 
-fn plainness(case: &AttentionCase) -> Vec<u64> {
+pub(super) fn plainness(case: &AttentionCase) -> Vec<u64> {
     let configuration = &case.configuration;
     let switches = [configuration.query_replication, configuration.project_before_merge];
     vec![

@@ -21,6 +21,7 @@ mod rows;
 mod scales;
 mod segments;
 mod settings;
+mod shared_rows;
 mod small;
 mod sparse;
 mod stack;
@@ -173,6 +174,7 @@ pub fn faults() -> &'static [Fault] {
             transfer::FAULTS,
             kv_groups::FAULTS,
             prefill::FAULTS,
+            shared_rows::FAULTS,
             router::FAULTS,
             moe::FAULTS,
             acceptance::FAULTS,

@@ -13,6 +13,7 @@ use crate::kernel::{KernelPolicies, KvView};
 use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
 use crate::prefill::PrefillPolicies;
+use crate::prefill::attention::PcpPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
@@ -89,6 +90,8 @@ pub struct Policies {
     pub transfer: TransferPolicies,
     /// Prefill context parallelism.
     pub prefill: PrefillPolicies,
+    /// Attention under prefill context parallelism.
+    pub pcp: PcpPolicies,
     /// Layers of experts.
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
@@ -117,6 +120,7 @@ impl Policies {
         segments: SegmentPolicies::HEALTHY,
         transfer: TransferPolicies::HEALTHY,
         prefill: PrefillPolicies::HEALTHY,
+        pcp: PcpPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,

@@ -3,6 +3,8 @@
 //! Formulas: vLLM `PCPManager` (chunks from both ends, decodes on every rank or on one), ATOM `pcp_utils` (round robin over the
 //! flattened batch), SGLang `--cp-strategy` (zigzag).
 
+pub mod attention;
+
 use std::ops::Range;
 
 use shardcheck_engine::{EngineError, PcpDecodes, PcpStrategy, Reply, Tensor, Tensors};
@@ -106,9 +108,11 @@ pub struct Split {
 }
 
 /// A batch as it is given.
-struct Batch {
-    starts: Vec<usize>,
-    computed: Vec<usize>,
+pub struct Batch {
+    /// First row of each request, then the number of rows.
+    pub starts: Vec<usize>,
+    /// Tokens of each request that were computed before.
+    pub computed: Vec<usize>,
     prefills: Vec<bool>,
 }
 
@@ -130,42 +134,88 @@ impl Batch {
         Ok(Self { starts, computed, prefills: prefills.to_i64().iter().map(|flag| *flag != 0).collect() })
     }
 
-    fn rows(&self) -> usize {
+    /// Rows of all requests.
+    pub fn rows(&self) -> usize {
         self.starts[self.computed.len()]
     }
 
     /// Request of a row; the last one behind the end.
-    fn request_of(&self, row: usize) -> usize {
+    pub fn request_of(&self, row: usize) -> usize {
         let behind = self.starts.partition_point(|start| *start <= row);
         behind.clamp(1, self.computed.len()) - 1
     }
 }
 
-/// A local row: its row of the batch, its place in the chunk, and whether every rank has it.
+/// A local row.
 #[derive(Clone, Copy)]
-struct Local {
-    row: usize,
-    in_chunk: usize,
-    everywhere: bool,
+pub struct Local {
+    /// Its row of the batch.
+    pub row: usize,
+    /// Its place in the chunk.
+    pub in_chunk: usize,
+    /// Its chunk, of those of the rank: rows of one chunk are attended together.
+    pub chunk: usize,
+    /// Whether every rank has it.
+    pub everywhere: bool,
+}
+
+/// A batch that is shared out.
+pub struct Shared {
+    /// The batch.
+    pub batch: Batch,
+    /// Rows of each rank, without padding.
+    pub locals: Vec<Vec<Local>>,
+    /// Rows that a rank runs, padding included.
+    pub padded: usize,
+}
+
+impl Shared {
+    /// Shares a batch out.
+    ///
+    /// # Errors
+    /// [`EngineError::Input`] for tensors that do not fit; a crash for starts that fall, and for no ranks or too many.
+    pub fn of(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> Result<Self, EngineError> {
+        let batch = Batch::read(inputs)?;
+        if split.world == 0 || split.world > MAX_RANKS {
+            return Err(EngineError::Crash { text: format!("{} ranks", split.world) });
+        }
+        let locals: Vec<Vec<Local>> =
+            (0..split.world).map(|rank| local_rows(&batch, rank, split, policies)).collect();
+        let counts: Vec<usize> = locals.iter().map(Vec::len).collect();
+        let padded = (policies.padded)(&counts, split.padded_rows);
+        Ok(Self { batch, locals, padded })
+    }
+
+    /// The rows that a rank runs, padding left out.
+    pub fn run_by(&self, rank: usize) -> &[Local] {
+        let own = &self.locals[rank];
+        &own[..own.len().min(self.padded)]
+    }
+
+    /// What later steps take of it.
+    pub fn shares(&self) -> Shares {
+        let mut gathered = vec![None; self.locals.len() * self.padded];
+        for rank in 0..self.locals.len() {
+            for (place, local) in self.run_by(rank).iter().enumerate() {
+                gathered[rank * self.padded + place] = Some(local.row);
+            }
+        }
+        let counts = self.locals.iter().map(Vec::len).collect();
+        Shares { gathered, counts, padded: self.padded, rows: self.batch.rows() }
+    }
 }
 
 /// Shares a batch out.
 ///
 /// # Errors
-/// [`EngineError::Input`] for tensors that do not fit; a crash for starts that fall.
+/// As [`Shared::of`].
 pub fn share_out(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> Result<Reply, EngineError> {
-    let batch = Batch::read(inputs)?;
-    if split.world == 0 || split.world > MAX_RANKS {
-        return Err(EngineError::Crash { text: format!("{} ranks", split.world) });
-    }
-    let locals: Vec<Vec<Local>> =
-        (0..split.world).map(|rank| local_rows(&batch, rank, split, policies)).collect();
-    let counts: Vec<usize> = locals.iter().map(Vec::len).collect();
-    let padded = (policies.padded)(&counts, split.padded_rows);
+    let shared = Shared::of(inputs, split, policies)?;
+    let (batch, padded) = (&shared.batch, shared.padded);
     let (world, total) = (split.world, split.world * padded);
     let (mut rows, mut positions, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
-    let (mut gathered, mut writer) = (vec![None; total], vec![0u64; total]);
-    for (rank, own) in locals.iter().enumerate() {
+    let mut writer = vec![0u64; total];
+    for (rank, own) in shared.locals.iter().enumerate() {
         for place in 0..padded {
             let Some(local) = own.get(place) else {
                 rows.push(policies.padding);
@@ -179,11 +229,10 @@ pub fn share_out(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> 
             rows.push(local.row as i64);
             positions.push(position as i64);
             bounds.push((policies.bound)(position, local.in_chunk) as i32);
-            gathered[rank * padded + place] = Some(local.row);
             writer[rank * padded + place] = u64::from(!local.everywhere || (policies.writes)(rank));
         }
     }
-    let shares = Shares { gathered, counts, padded, rows: batch.rows() };
+    let shares = shared.shares();
     let restore = (policies.restore)(&shares).repeat(world);
     let outputs = Tensors::new()
         .with("rows", Tensor::from_i64(&[world, padded], &rows))
@@ -195,9 +244,12 @@ pub fn share_out(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> 
 }
 
 fn local_rows(batch: &Batch, rank: usize, split: Split, policies: &PrefillPolicies) -> Vec<Local> {
-    let mut own = Vec::new();
+    let (mut own, mut chunks_of_rank) = (Vec::new(), 0);
     let mut add = |rows: Vec<usize>, everywhere: bool| {
-        own.extend(rows.into_iter().enumerate().map(|(in_chunk, row)| Local { row, in_chunk, everywhere }));
+        let chunk = chunks_of_rank;
+        chunks_of_rank += 1;
+        let local = |(in_chunk, row)| Local { row, in_chunk, chunk, everywhere };
+        own.extend(rows.into_iter().enumerate().map(local));
     };
     if split.strategy == PcpStrategy::RoundRobin {
         add((policies.striped)(rank, split.world, &batch.starts), false);

@@ -42,9 +42,10 @@ fn attention_contract() -> Contract {
 fn operation(kind: OperationKind) -> OperationProfile {
     let contract = match kind {
         OperationKind::Decode | OperationKind::Verify | OperationKind::Draft => Some(attention_contract()),
-        OperationKind::Context | OperationKind::MergePartials | OperationKind::MergeStates => {
-            Some(Contract { partial: Dtype::F32, ..attention_contract() })
-        }
+        OperationKind::Context
+        | OperationKind::AttendPcp
+        | OperationKind::MergePartials
+        | OperationKind::MergeStates => Some(Contract { partial: Dtype::F32, ..attention_contract() }),
         OperationKind::MergeSegments => {
             Some(Contract { partial: Dtype::F32, output: Dtype::F32, ..attention_contract() })
         }
@@ -120,7 +121,12 @@ mod tests {
             assert_eq!(contract(kind).as_ref(), Some(&attention), "{kind}");
         }
         let unrounded = Contract { partial: Dtype::F32, ..attention };
-        for kind in [OperationKind::Context, OperationKind::MergePartials, OperationKind::MergeStates] {
+        for kind in [
+            OperationKind::Context,
+            OperationKind::AttendPcp,
+            OperationKind::MergePartials,
+            OperationKind::MergeStates,
+        ] {
             assert_eq!(contract(kind).as_ref(), Some(&unrounded), "{kind}");
         }
         let segments = Contract { output: Dtype::F32, ..unrounded };

@@ -19,6 +19,7 @@ use crate::grid::{Grid, Grids};
 use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
+use crate::prefill::attention::attend_pcp;
 use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::sparse;
@@ -173,6 +174,10 @@ impl Group {
             Operation::PackLse => pack_lse(configuration, inputs, policies),
             Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
                 share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)
+            }
+            Operation::AttendPcp { plan } => {
+                let session = (&self.configuration, self.caches.as_slice());
+                attend_pcp(session, inputs, plan, ranks, policies)
             }
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),

@@ -161,7 +161,8 @@ impl Group {
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
             | Operation::Kda { .. }
-            | Operation::Forward { .. } => {
+            | Operation::Forward { .. }
+            | Operation::AttendPcp { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -251,6 +252,9 @@ impl Session for CudaSession {
             }
             Operation::SelectSparse { .. } => {
                 return unsupported("there is no kernel of an indexer".to_owned());
+            }
+            Operation::AttendPcp { .. } => {
+                return unsupported("no kernel attends for rows that are shared out".to_owned());
             }
             Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
             Operation::Forward { .. } => {

@@ -31,7 +31,7 @@ pub use moe::{
     SharedExpert,
 };
 pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, TensorSpec};
-pub use prefill::{PcpDecodes, PcpStrategy};
+pub use prefill::{PcpDecodes, PcpPlan, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};

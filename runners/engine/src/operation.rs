@@ -6,10 +6,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpStrategy, Router, Selector, StackPlan,
-    Tensor, Tensors,
+    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan, PcpStrategy, Router, Selector,
+    StackPlan, Tensor, Tensors,
 };
-use crate::{acceptance, kda, moe, sparse, stack};
+use crate::{acceptance, kda, moe, prefill, sparse, stack};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -102,6 +102,16 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "is_zero")]
         padded_rows: usize,
     },
+    /// Attention of a batch whose rows are shared out over the ranks of prefill context parallelism: each rank has the queries, keys and
+    /// values of its rows, gathers the keys and values of all, and attends for its own rows over the positions before them, the cached
+    /// ones among them; outputs are gathered and brought back into the batch's order.
+    ///
+    /// `P`, `R` and `N` as in [`Self::PcpLayout`]; the ranks of the session only say where the cached context lies. Each of the P ranks has
+    /// all `Hall` heads.
+    AttendPcp {
+        /// How rows are shared out, and what queries are cast to.
+        plan: PcpPlan,
+    },
     /// Choose the experts of given logits: `N` tokens, `E` experts, `k` of them for each token.
     Route {
         /// How they are chosen and weighed.
@@ -191,6 +201,8 @@ pub enum OperationKind {
     PackLse,
     /// [`Operation::PcpLayout`].
     PcpLayout,
+    /// [`Operation::AttendPcp`].
+    AttendPcp,
     /// [`Operation::Route`].
     Route,
     /// [`Operation::Moe`].
@@ -258,6 +270,7 @@ impl Operation {
             Self::PackLse => OperationKind::PackLse,
             Self::InGroup { step, .. } => step.kind(inputs),
             Self::PcpLayout { .. } => OperationKind::PcpLayout,
+            Self::AttendPcp { .. } => OperationKind::AttendPcp,
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
@@ -276,7 +289,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -291,6 +304,7 @@ impl OperationKind {
         Self::MergeSegments,
         Self::PackLse,
         Self::PcpLayout,
+        Self::AttendPcp,
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
@@ -316,6 +330,7 @@ impl OperationKind {
             Self::MergeSegments => "merge_segments",
             Self::PackLse => "pack_lse",
             Self::PcpLayout => "pcp_layout",
+            Self::AttendPcp => "attend_pcp",
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
@@ -339,7 +354,8 @@ impl OperationKind {
             Self::MergeStates => MERGE_STATES,
             Self::MergeSegments => MERGE_SEGMENTS,
             Self::PackLse => PACK_LSE,
-            Self::PcpLayout => PCP_LAYOUT,
+            Self::PcpLayout => prefill::LAYOUT,
+            Self::AttendPcp => prefill::ATTEND,
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
@@ -528,36 +544,6 @@ const PACK_LSE: &[TensorSpec] = &[
     spec("lse", Given, "f32 [n]", "any bit pattern, NaNs included"),
     spec("lanes", Output, "u16 [1, n, 2]", "the two lanes in wire order"),
     spec("unpacked", Output, "f32 [1, n]", "the joined value"),
-];
-const PCP_LAYOUT: &[TensorSpec] = &[
-    spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows"),
-    spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal"),
-    spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode"),
-    spec(
-        "rows",
-        Output,
-        "i64 [P, R]",
-        "row of the batch that each local row is, −1 for padding, which comes last",
-    ),
-    spec(
-        "positions",
-        Output,
-        "i64 [P, R]",
-        "position of each local row in its request; anything for padding",
-    ),
-    spec("row_lens", Output, "i32 [P, R]", "tokens that each local row sees; 0 for padding"),
-    spec(
-        "restore",
-        Output,
-        "i64 [P, N]",
-        "on each rank, place of every row of the batch among the P·R gathered ones",
-    ),
-    spec(
-        "kv_writer",
-        Output,
-        "u8 [P, P·R]",
-        "on each rank, 1 for the gathered rows whose KV it writes to its cache",
-    ),
 ];
 
 #[cfg(test)]

@@ -4,6 +4,11 @@ use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
+use shardcheck_formats::Dtype;
+
+use crate::TensorSpec;
+use crate::operation::Provenance::{Given, Observable, Output};
+use crate::operation::spec;
 
 /// Which rows of a prompt a rank of prefill context parallelism takes. `P` ranks, `q` new rows of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -98,6 +103,116 @@ impl FromStr for PcpDecodes {
             .ok_or_else(|| format!("decodes are {}; not {text:?}", Self::ALL.map(Self::name).join(", ")))
     }
 }
+
+/// How a batch is attended to over the ranks of prefill context parallelism.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PcpPlan {
+    /// Ranks P.
+    pub world: usize,
+    /// Which rows of a prompt a rank takes.
+    pub strategy: PcpStrategy,
+    /// What the rows of decodes do.
+    pub decodes: PcpDecodes,
+    /// Rows that a rank runs at least, such as those of a graph; 0 asks for none.
+    pub padded_rows: usize,
+    /// What queries are cast to before they meet a key: bf16, as they are given, or e4m3fn.
+    pub query_dtype: Dtype,
+    /// The scale of that cast, a power of two: a query is code · scale, the code being cast(value / scale). 1 for bf16.
+    pub query_scale: f32,
+}
+
+const STARTS: TensorSpec =
+    spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows");
+const CONTEXTS: TensorSpec =
+    spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal");
+const PREFILLING: TensorSpec =
+    spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode");
+
+pub(crate) const LAYOUT: &[TensorSpec] = &[
+    STARTS,
+    CONTEXTS,
+    PREFILLING,
+    spec(
+        "rows",
+        Output,
+        "i64 [P, R]",
+        "row of the batch that each local row is, −1 for padding, which comes last",
+    ),
+    spec(
+        "positions",
+        Output,
+        "i64 [P, R]",
+        "position of each local row in its request; anything for padding",
+    ),
+    spec("row_lens", Output, "i32 [P, R]", "tokens that each local row sees; 0 for padding"),
+    spec(
+        "restore",
+        Output,
+        "i64 [P, N]",
+        "on each rank, place of every row of the batch among the P·R gathered ones",
+    ),
+    spec(
+        "kv_writer",
+        Output,
+        "u8 [P, P·R]",
+        "on each rank, 1 for the gathered rows whose KV it writes to its cache",
+    ),
+];
+
+pub(crate) const ATTEND: &[TensorSpec] = &[
+    spec("query", Given, "bf16 [N, Hall, Dk]", "query of every head for the new rows"),
+    spec(
+        "key",
+        Given,
+        "bf16 [N, K, Dk]",
+        "keys of the new rows, each of which a rank takes for its own rows only",
+    ),
+    spec("value", Given, "bf16 [N, K, Dv]", "values of the new rows, likewise; absent for MLA"),
+    STARTS,
+    CONTEXTS,
+    PREFILLING,
+    spec("block_table", Given, "i32 [n, width]", "blocks of the cached context in the session's caches"),
+    spec(
+        "out",
+        Output,
+        "contract's output type [P, N, Hall, Dv]",
+        "on each rank, the output of the whole batch in its order, without padding",
+    ),
+    spec("lse", Output, "f32 [P, N, Hall]", "its natural LSE"),
+    spec(
+        "rows",
+        Observable,
+        "i64 [P, R]",
+        "row of the batch that each local row is, −1 for padding, which comes last",
+    ),
+    spec("row_lens", Observable, "i32 [P, R]", "tokens that each local row saw; 0 for padding"),
+    spec(
+        "kernel_query",
+        Observable,
+        "f32 [P, R, Hall, Dk]",
+        "query of each local row as the kernel read it, scale included; anything for padding",
+    ),
+    spec(
+        "gathered_key",
+        Observable,
+        "f32 [P, Σ (context_lens + new rows), K, Dk]",
+        "on each rank, the keys that its rows attended to: request after request, by position",
+    ),
+    spec(
+        "gathered_value",
+        Observable,
+        "f32 [P, Σ (context_lens + new rows), K, Dv]",
+        "the values beside them; absent for MLA",
+    ),
+    spec(
+        "local_out",
+        Observable,
+        "contract's output type [P, R, Hall, Dv]",
+        "output of each local row, before the last gather",
+    ),
+    spec("local_lse", Observable, "f32 [P, R, Hall]", "its natural LSE"),
+];
 
 #[cfg(test)]
 mod tests {

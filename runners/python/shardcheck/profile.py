@@ -28,6 +28,7 @@ OPERATIONS = (
     "moe",
     "accept_drafts",
     "select_sparse",
+    "attend_pcp",
     "kda",
     "forward",
 )

@@ -25,7 +25,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's chunk from the end is 2P − r: the one in the middle is on no rank",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["pcp.partition", "pcp.restore"],
+        killed_by: &["pcp.partition", "pcp.restore", "prefill.rows"],
         apply: |p| p.prefill.tail = |rank, ranks| 2 * ranks - rank,
     },
     Fault {
@@ -59,7 +59,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the rows of a chunk from the end are run last row first",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["pcp.order"],
+        killed_by: &["pcp.order", "prefill.rows"],
         apply: |p| p.prefill.tail_order = |rows| rows.reverse(),
     },
     Fault {
@@ -111,7 +111,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "padding rows are row 0 of the batch and no padding",
         class: FaultClass::Padding,
         bugs: &[],
-        killed_by: &["pcp.partition", "pcp.padding"],
+        killed_by: &["pcp.partition", "pcp.padding", "prefill.rows"],
         apply: |p| p.prefill.padding = 0,
     },
     Fault {

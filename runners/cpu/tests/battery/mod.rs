@@ -6,6 +6,7 @@ mod drafts;
 mod kda;
 mod selection;
 mod sequence;
+mod shared_rows;
 mod stack;
 mod transfer;
 
@@ -58,6 +59,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.selections()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
+        Trial::new(|battery| battery.shared_rows()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {

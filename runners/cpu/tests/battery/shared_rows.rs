@@ -1,0 +1,59 @@
+//! Attention of shared rows for the battery: hit prefixes, prompts of every length, decodes, caches over ranks, queries of eight bits.
+
+use shardcheck_engine::{Attention, Operation, PcpDecodes, PcpPlan, PcpStrategy, Tensor};
+use shardcheck_formats::Dtype;
+
+use super::{Battery, Scene, step};
+
+const NAMES: [&str; 9] = [
+    "out",
+    "lse",
+    "rows",
+    "row_lens",
+    "kernel_query",
+    "gathered_key",
+    "gathered_value",
+    "local_out",
+    "local_lse",
+];
+
+impl Battery<'_> {
+    pub(super) fn shared_rows(&mut self) {
+        let splits = [
+            (PcpStrategy::HeadTail, PcpDecodes::Replicated, 0),
+            (PcpStrategy::HeadTail, PcpDecodes::Owned, 9),
+            (PcpStrategy::HeadTailOrWhole, PcpDecodes::Replicated, 0),
+            (PcpStrategy::RoundRobin, PcpDecodes::Split, 11),
+            (PcpStrategy::Contiguous, PcpDecodes::Replicated, 0),
+        ];
+        for (strategy, decodes, padded_rows) in splits {
+            for (scene, query_dtype, query_scale) in
+                [(latent(), Dtype::Bf16, 1.0), (grouped(), Dtype::E4m3fn, 0.125)]
+            {
+                let plan = PcpPlan { world: 3, strategy, decodes, padded_rows, query_dtype, query_scale };
+                let mut session = scene.open(self.engine);
+                let _ = step(session.as_mut(), &Operation::WriteKv, &mut scene.write_context_inputs());
+                let prefills = [1u64, 0, 1, 1, 1, 0];
+                let flags = Tensor::from_codes(Dtype::U8, &[prefills.len()], &prefills);
+                let mut inputs = scene.context_inputs().with("is_prefilling", flags);
+                let reply = step(session.as_mut(), &Operation::AttendPcp { plan }, &mut inputs);
+                self.reply("prefill", &NAMES, &reply);
+            }
+        }
+    }
+}
+
+fn latent() -> Scene {
+    Scene::small(2).with(|s| {
+        s.configuration.interleave = 2;
+        s.requests = vec![(5, 11), (9, 1), (0, 7), (4, 2), (0, 1), (13, 1)];
+        s.padded_rows = 0;
+    })
+}
+
+fn grouped() -> Scene {
+    latent().with(|s| {
+        s.configuration.attention = Attention::Gqa { kv_heads: 2, head_dim: 16, v_head_dim: 16 };
+        s.requests.swap(0, 2);
+    })
+}
