@@ -131,7 +131,7 @@ impl StackInputs {
 mod tests {
     use super::*;
     use crate::{Body, Case, StackMixture};
-    use shardcheck_engine::{OperationKind, Provenance};
+    use shardcheck_engine::{OperationKind, Provenance, TensorSpec};
 
     fn case() -> StackCase {
         let id = "stack/l2.h24.i20.v37.whole/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
@@ -148,7 +148,7 @@ mod tests {
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
         let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
-        let (absent, there): (Vec<_>, Vec<_>) =
+        let (absent, there): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
             given.clone().partition(|tensor| of_experts.contains(&tensor.name));
         assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
         assert_eq!(step.iter().count(), there.len());
