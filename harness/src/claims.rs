@@ -27,10 +27,11 @@ pub use version::{Version, VersionError, Versions};
 pub const CLAIMS_SCHEMA_VERSION: u32 = 1;
 
 /// Claims files that the program holds, by the engine's name in its profile.
-const EMBEDDED: [(&str, &str); 4] = [
+const EMBEDDED: [(&str, &str); 5] = [
     ("vllm", include_str!("../../cases/engines/vllm.toml")),
     ("vllm-ascend", include_str!("../../cases/engines/vllm-ascend.toml")),
     ("sglang", include_str!("../../cases/engines/sglang.toml")),
+    ("flashinfer", include_str!("../../cases/engines/flashinfer.toml")),
     ("ring-flash-attn", include_str!("../../cases/engines/ring-flash-attn.toml")),
 ];
 

@@ -237,8 +237,8 @@ fn the_embedded_files_read_and_survive_a_round_trip() {
 }
 
 #[test]
-fn every_embedded_entry_is_about_a_case_that_the_gate_has() {
-    let cases = suite(SuiteName::Gate, 1);
+fn every_embedded_entry_is_about_a_case_that_the_gate_or_the_suite_of_devices_has() {
+    let cases = [suite(SuiteName::Gate, 1), suite(SuiteName::EngineDevice, 1)].concat();
     for (engine, text) in EMBEDDED {
         let file = ClaimsFile::parse(text, engine).unwrap();
         let matches = |about: &dyn Fn(&str, &Case, &str) -> bool| {
