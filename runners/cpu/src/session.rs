@@ -161,8 +161,8 @@ impl Group {
             Operation::MergeStates => merge_two_states(inputs, policies),
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
             Operation::PackLse => pack_lse(configuration, inputs, policies),
-            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
-                share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)
+            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, &policies.prefill)
             }
             Operation::AttendPcp { plan } => {
                 let session = (&self.configuration, self.caches.as_slice());

@@ -71,6 +71,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sparse", "slots") => all(&["sparse"], &["slots"]),
         ("sparse", "lists") => all(&["sparse"], &["indptr", "slots"]),
         ("sparse", _) => all(&["sparse"], &["topk"]),
+        ("pcp", "groups") => all(&["pcp"], &["groups"]),
         ("pcp", "positions") => all(&["pcp"], &["positions"]),
         ("pcp", "bounds") => all(&["pcp"], &["row_lens"]),
         ("pcp", "restore") => all(&["pcp"], &["restore"]),
