@@ -165,8 +165,7 @@ impl Group {
                 share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, &policies.prefill)
             }
             Operation::AttendPcp { plan } => {
-                let session = (&self.configuration, self.caches.as_slice());
-                attend_pcp(session, inputs, plan, ranks, policies)
+                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
             }
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
