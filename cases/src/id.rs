@@ -90,13 +90,8 @@ impl FromStr for Case {
             Self::attention(family, body, number("seed", seed).map_err(fail)?)
         } else if matches!(family, Family::Sequence | Family::Stack) {
             read_session(family, &parts).map_err(fail)?
-        } else if family == Family::AttendPcp {
-            let [_, split, batch, model, configuration, rest, probe, seed] = parts[..] else {
-                return Err(fail(format!("{} parts between slashes; an attend_pcp id has 8", parts.len())));
-            };
-            let body =
-                AttendPcpCase::read((split, batch), (model, configuration), rest, probe).map_err(fail)?;
-            Self::attend_pcp(body, number("seed", seed).map_err(fail)?)
+        } else if matches!(family, Family::Pcp | Family::AttendPcp) {
+            read_shared(&parts).map_err(fail)?
         } else if family == Family::Acceptance {
             let [_, sampler, batch, pattern, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; an acceptance id has 5", parts.len())));
@@ -115,11 +110,6 @@ impl FromStr for Case {
             };
             let body = KdaCase::read(layer, ranks, steps, pattern).map_err(fail)?;
             Self::kda(body, number("seed", seed).map_err(fail)?)
-        } else if family == Family::Pcp {
-            let [_, split, batch] = parts[..] else {
-                return Err(fail(format!("{} parts between slashes; a pcp id has 3", parts.len())));
-            };
-            Self::pcp(PcpCase::read(split, batch).map_err(fail)?)
         } else if family == Family::Route {
             let [_, router, tokens, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a route id has 4", parts.len())));
@@ -164,6 +154,18 @@ fn spell_sequence(case: &SequenceCase) -> String {
     }
     let (model, name, steps) = (&case.model, &case.name, spell_steps(&case.steps));
     format!("{model}/{configuration}/{name}/{steps}")
+}
+
+/// A batch over the ranks of prefill context parallelism, and one that attends.
+fn read_shared(parts: &[&str]) -> Result<Case, String> {
+    match *parts {
+        ["pcp", split, batch] => Ok(Case::pcp(PcpCase::read(split, batch)?)),
+        ["attend_pcp", split, batch, model, configuration, rest, probe, seed] => {
+            let body = AttendPcpCase::read((split, batch), (model, configuration), rest, probe)?;
+            Ok(Case::attend_pcp(body, number("seed", seed)?))
+        }
+        _ => Err(format!("{} parts between slashes; a pcp id has 3, an attend_pcp id 8", parts.len())),
+    }
 }
 
 pub(crate) fn spell_configuration(model: &str, c: &Configuration, latent_output: bool) -> String {

@@ -37,6 +37,9 @@ pub struct PcpCase {
     pub decodes: PcpDecodes,
     /// Rows beyond those of the fullest rank that every rank runs, as in a graph.
     pub extra_rows: usize,
+    /// Whether the batch is divided between requests into two groups that overlap.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub overlap: bool,
     /// The batch.
     pub requests: Vec<PcpRequest>,
 }
@@ -55,8 +58,8 @@ impl PcpCase {
 
     /// The step, for `padded_rows` rows of a rank at least.
     pub fn operation(&self, padded_rows: usize) -> Operation {
-        let (world, strategy, decodes) = (self.world, self.strategy, self.decodes);
-        Operation::PcpLayout { world, strategy, decodes, padded_rows }
+        let Self { world, strategy, decodes, overlap, .. } = *self;
+        Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap }
     }
 
     /// Inputs of the step.
@@ -96,6 +99,10 @@ impl PcpCase {
         if !goes_with {
             return fail(format!("strategy {strategy} does not go with {decodes} decodes"));
         }
+        let in_turn = strategy == PcpStrategy::RoundRobin && self.extra_rows == 0;
+        if self.overlap && !(in_turn && self.requests.iter().all(|request| request.is_prefilling)) {
+            return fail("groups that overlap are prompts in turn, without rows of a graph".to_owned());
+        }
         let shortest = 2 * self.world;
         let refused = |r: &PcpRequest| !r.is_prefilling || (1..shortest).contains(&r.query_tokens);
         if strategy == PcpStrategy::Zigzag && self.requests.iter().any(refused) {
@@ -110,6 +117,9 @@ impl PcpCase {
         if self.extra_rows > 0 {
             split += &format!(".pad{}", self.extra_rows);
         }
+        if self.overlap {
+            split += ".overlap";
+        }
         let alike = self.requests.chunk_by(|a, b| a == b);
         let batch = alike.map(|group| {
             let one = group[0];
@@ -123,9 +133,10 @@ impl PcpCase {
     /// Reads what [`Self::spell`] wrote.
     pub(crate) fn read(split: &str, batch: &str) -> Result<Self, String> {
         let parts: Vec<&str> = split.split('.').collect();
-        let (strategy, world, decodes, extra) = match parts[..] {
-            [strategy, world, decodes] => (strategy, world, decodes, "pad0"),
-            [strategy, world, decodes, extra] => (strategy, world, decodes, extra),
+        let (strategy, world, decodes, extra, overlap) = match parts[..] {
+            [strategy, world, decodes] => (strategy, world, decodes, "pad0", false),
+            [strategy, world, decodes, "overlap"] => (strategy, world, decodes, "pad0", true),
+            [strategy, world, decodes, extra] => (strategy, world, decodes, extra, false),
             _ => return Err(format!("{split:?} is not STRATEGY.pRANKS.DECODES, such as head_tail.p4.owned")),
         };
         let keyed = |key: &str, text: &str| {
@@ -137,6 +148,7 @@ impl PcpCase {
             strategy: strategy.parse()?,
             decodes: decodes.parse()?,
             extra_rows: keyed("pad", extra)?,
+            overlap,
             requests: Vec::new(),
         };
         for entry in batch.split('_') {
@@ -204,6 +216,7 @@ mod tests {
             "pcp/round_robin.p3.split/0+7_12+1dx3",
             "pcp/zigzag.p2.replicated/0+4_3+0",
             "pcp/contiguous.p1.owned/2+3",
+            "pcp/round_robin.p2.split.overlap/0+7_5+9",
         ] {
             let case = case(id).unwrap();
             assert_eq!(case.id(), id);
@@ -220,6 +233,8 @@ mod tests {
             ("pcp/zigzag.p2.replicated/0+3", "zigzag takes prompts"),
             ("pcp/zigzag.p2.replicated/0+4_3+1d", "zigzag takes prompts"),
             ("pcp/head_tail.p0.owned/0+4", "world is 0"),
+            ("pcp/head_tail.p2.owned.overlap/0+4_0+5", "prompts in turn"),
+            ("pcp/round_robin.p2.split.overlap/0+4_7+1d", "prompts in turn"),
             ("pcp/head_tail.owned/0+4", "STRATEGY.pRANKS.DECODES"),
             ("pcp/head_tail.p2.owned/4", "CONTEXT+ROWS"),
             ("pcp/head_tail.p2.owned/0+4x0", "1 to 4096"),

@@ -2,7 +2,9 @@
 
 use shardcheck_cases::PcpCase;
 use shardcheck_engine::{Configuration, Operation, PcpDecodes, PcpStrategy, Tensors};
-use shardcheck_references::pcp::{Decodes, Placed, Sequence, Strategy, padded_rows, place};
+use shardcheck_references::pcp::{
+    Decodes, Placed, Sequence, Strategy, first_group, padded_rows, place_groups,
+};
 
 /// Material of one case of prefill context parallelism.
 pub struct SharingMaterial {
@@ -20,6 +22,10 @@ pub struct SharingMaterial {
     pub asked: usize,
     /// Where each row of the batch is.
     pub placed: Vec<Placed>,
+    /// Requests of each of two groups that overlap; of a batch in one piece, all and none.
+    pub groups: [usize; 2],
+    /// Rows of a rank for each group, padding included.
+    pub group_rows: [usize; 2],
 }
 
 impl SharingMaterial {
@@ -46,18 +52,24 @@ impl SharingMaterial {
                 is_prefilling: request.is_prefilling,
             })
             .collect();
-        let placed = place(case.world, strategy, decodes, &batch);
-        let fullest = padded_rows(case.world, &placed, 0);
+        let first = if case.overlap { first_group(case.world, &batch) } else { batch.len() };
+        let groups = [first, batch.len() - first];
+        let placed = place_groups(case.world, strategy, decodes, &batch, first);
+        let (before, behind) = placed.split_at(placed.partition_point(|row| row.request < first));
+        let fullest = padded_rows(case.world, before, 0);
         // only a graph asks for a number of rows; else a rank runs as many as the fullest one has
         let asked = if case.extra_rows > 0 { fullest + case.extra_rows } else { 0 };
+        let group_rows = [padded_rows(case.world, before, asked), padded_rows(case.world, behind, 0)];
         Self {
             configuration: case.configuration(),
             operation: case.operation(asked),
             inputs: case.tensors(),
             world: case.world,
-            padded: padded_rows(case.world, &placed, asked),
+            padded: group_rows.iter().sum(),
             asked,
             placed,
+            groups,
+            group_rows,
         }
     }
 

@@ -120,6 +120,44 @@ fn of_prompt(
     }
 }
 
+/// Requests of the first of two groups that overlap: the fewest that have half of the rows, rounded down, at least one and all but one at
+/// most; all of them where the batch is not divided, having a single request or fewer than two rows a rank (ATOM `_build_pcp_balanced_slices`).
+///
+/// # Panics
+/// When `world` is 0.
+pub fn first_group(world: usize, batch: &[Sequence]) -> usize {
+    let rows: usize = batch.iter().map(|sequence| sequence.rows).sum();
+    if batch.len() < 2 || rows / world < 2 {
+        return batch.len();
+    }
+    let (mut requests, mut before) = (0, 0);
+    while before < rows / 2 {
+        before += batch[requests].rows;
+        requests += 1;
+    }
+    requests.clamp(1, batch.len() - 1)
+}
+
+/// Places two groups that overlap, each as a batch of its own; `requests` as [`first_group`] gives it.
+///
+/// # Panics
+/// When `world` is 0 or `requests` more than there are.
+pub fn place_groups(
+    world: usize,
+    strategy: Strategy,
+    decodes: Decodes,
+    batch: &[Sequence],
+    requests: usize,
+) -> Vec<Placed> {
+    let (first, second) = batch.split_at(requests);
+    let mut placed = place(world, strategy, decodes, first);
+    // no run of one group goes on in the other
+    let runs = 1 + placed.iter().map(|row| row.run).max().unwrap_or(0);
+    let behind = |row: Placed| Placed { request: requests + row.request, run: runs + row.run, ..row };
+    placed.extend(place(world, strategy, decodes, second).into_iter().map(behind));
+    placed
+}
+
 /// Rows that a rank runs: those of the fullest rank, or `at_least` where that is more.
 pub fn padded_rows(world: usize, placed: &[Placed], at_least: usize) -> usize {
     let of_rank = |rank| placed.iter().filter(|row| row.is_on(rank)).count();

@@ -77,6 +77,9 @@ impl AttendPcpCase {
     pub(crate) fn check(&self) -> Result<(), CaseError> {
         let fail = |reason: String| Err(CaseError::OutOfRange(reason));
         self.batch.check()?;
+        if self.batch.overlap {
+            return fail("groups that overlap are asked of pcp alone".to_owned());
+        }
         check_attention(Family::AttendPcp, &self.attention())?;
         let c = &self.configuration;
         if c.query_replication
@@ -189,6 +192,7 @@ mod tests {
         let first = "attend_pcp/head_tail.p4.owned/0+11_7+1d/tiny-mla/tp1.dcp1.h2.s1.b8.n12.bf16.ag_rs/shuf.bf16/gaussian/7";
         for (part, other, reason) in [
             ("p4", "p0", "world is 0"),
+            ("head_tail.p4.owned/0+11_7+1d", "round_robin.p4.split.overlap/0+11", "of pcp alone"),
             ("head_tail", "zigzag", "does not go with"),
             ("0+11_7+1d", "5+0", "query rows"),
             ("n12", "n2", "needed ones"),

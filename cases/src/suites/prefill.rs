@@ -110,10 +110,16 @@ pub(super) struct PcpPart {
     contexts: Vec<usize>,
     /// Rows of a graph beyond those of the fullest rank.
     extra_rows: Vec<usize>,
+    /// Cases by hand.
+    #[serde(default)]
+    written: Vec<String>,
 }
 
 impl PcpPart {
     pub(super) fn collect(&self, seed: u64, suite: &mut Collector) {
+        for id in &self.written {
+            suite.add(id.parse().unwrap_or_else(|error| panic!("a suite has a batch by hand: {error}")));
+        }
         suite.fill(self.count, |round| {
             let allow = |row: &[Option<usize>]| self.allows(row);
             let rows = covering(&self.levels(), self.strength, &allow, seed.wrapping_add(round << 32));
@@ -155,7 +161,8 @@ impl PcpPart {
             is_prefilling: true,
         };
         let requests = self.batches[row[2]].requests(world, first);
-        PcpCase { world, strategy, decodes, extra_rows: self.extra_rows[row[5]], requests }
+        let extra_rows = self.extra_rows[row[5]];
+        PcpCase { world, strategy, decodes, extra_rows, overlap: false, requests }
     }
 }
 

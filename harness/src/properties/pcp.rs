@@ -94,7 +94,21 @@ pub(super) const PROPERTIES: &[Property] = &[
         applies: owned,
         check: balance,
     },
+    Property {
+        id: "pcp.groups",
+        statement: "two groups that overlap are divided between requests, where half of the rows is reached, on every rank alike; a single request and fewer than two rows a rank are not divided",
+        source: "ATOM `_build_pcp_balanced_slices`",
+        bugs: &[],
+        tolerance: EXACT,
+        families: PCP,
+        applies: overlaps,
+        check: groups,
+    },
 ];
+
+fn overlaps(case: &Case) -> bool {
+    pcp_case(case).is_some_and(|pcp| pcp.overlap)
+}
 
 fn pcp_case(case: &Case) -> Option<&PcpCase> {
     match &case.body {
@@ -198,9 +212,13 @@ pub(super) fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
         ));
     }
     for (rank, seen) in rows.iter().enumerate() {
-        let own = material.rows_of(rank).len();
-        let place = |(place, row): (usize, &i64)| (*row == -1) != (place >= own);
-        if let Some((at, row)) = seen.iter().enumerate().find(|(at, row)| place((*at, row))) {
+        let of_first = |row: &usize| material.placed[*row].request < material.groups[0];
+        let (first, second): (Vec<usize>, Vec<usize>) =
+            material.rows_of(rank).into_iter().partition(of_first);
+        let behind = material.group_rows[0];
+        let is_filled = |at: usize| if at < behind { at < first.len() } else { at - behind < second.len() };
+        if let Some((at, row)) = seen.iter().enumerate().find(|(at, row)| (**row != -1) != is_filled(*at)) {
+            let own = first.len() + second.len();
             let headline = format!("place {at} of rank {rank}, which has {own} rows, holds {row}");
             return Err(broken(headline, Stage::Layout));
         }
@@ -294,6 +312,19 @@ fn writer(laboratory: &Laboratory) -> Result<Finding, Halt> {
         }
     }
     Ok(Finding::Holds(Measured::exact(world * count)))
+}
+
+fn groups(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.sharing();
+    let seen = laboratory.observed()?.output("groups", Dtype::I32, &[material.world, 2])?.to_i64();
+    for (rank, own) in seen.chunks_exact(2).enumerate() {
+        let wanted = material.groups.map(|requests| requests as i64);
+        if own != wanted {
+            let headline = format!("rank {rank} has groups of {own:?} requests, where they are {wanted:?}");
+            return Err(broken(headline, Stage::Layout));
+        }
+    }
+    Ok(Finding::Holds(Measured::exact(seen.len())))
 }
 
 fn balance(laboratory: &Laboratory) -> Result<Finding, Halt> {

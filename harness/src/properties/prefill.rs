@@ -379,12 +379,13 @@ fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(comparison.finding(headline, stage_of(laboratory), |flat| material.attention.place(flat, &axes)))
 }
 
+/// What decides a property.
+type Check = fn(&Laboratory) -> Result<Finding, Halt>;
+
 /// The first stage of a step that an observable shows to be wrong; the last gather where none does.
 fn stage_of(laboratory: &Laboratory) -> Stage {
-    let wrong = |check: fn(&Laboratory) -> Result<Finding, Halt>| {
-        matches!(check(laboratory), Ok(Finding::Broken(_)) | Err(Halt::Broken(_)))
-    };
-    let stages: [(Stage, fn(&Laboratory) -> Result<Finding, Halt>); 5] = [
+    let wrong = |check: Check| matches!(check(laboratory), Ok(Finding::Broken(_)) | Err(Halt::Broken(_)));
+    let stages: [(Stage, Check); 5] = [
         (Stage::Layout, rows),
         (Stage::RowBound, bounds),
         (Stage::Query, query),

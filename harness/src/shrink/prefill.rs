@@ -34,6 +34,7 @@ fn batches(case: &PcpCase) -> Vec<PcpCase> {
     for world in [1, 2, 3, 4, case.world / 2] {
         add(&|c| c.world = world.min(c.world));
     }
+    add(&|c| c.overlap = false);
     add(&|c| c.extra_rows = 0);
     add(&|c| c.extra_rows = c.extra_rows.min(1));
     found
@@ -101,6 +102,7 @@ pub(super) fn batch_plainness(case: &PcpCase) -> Vec<u64> {
     vec![
         case.requests.len() as u64,
         case.extra_rows as u64,
+        u64::from(case.overlap),
         place(&PcpStrategy::ALL, &case.strategy),
         place(&PcpDecodes::ALL, &case.decodes),
         case.requests.iter().filter(|request| !request.is_prefilling).count() as u64,

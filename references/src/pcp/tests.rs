@@ -161,3 +161,29 @@ fn a_graph_may_ask_for_more_rows_than_the_fullest_rank_has() {
     assert_eq!([0, 6, 9].map(|at_least| padded_rows(2, &placed, at_least)), [6, 6, 9]);
     assert_eq!(padded_rows(3, &[], 0), 0);
 }
+
+#[test]
+fn two_groups_have_half_of_the_rows_each_as_nearly_as_whole_requests_allow() {
+    let first = |world: usize, rows: &[usize]| {
+        first_group(world, &rows.iter().map(|rows| prompt(0, *rows)).collect::<Vec<_>>())
+    };
+    assert_eq!(first(2, &[5, 5]), 1);
+    assert_eq!(first(2, &[1, 9]), 1, "the second group is never empty");
+    assert_eq!(first(2, &[9, 1]), 1);
+    assert_eq!(first(2, &[3, 2, 4, 4, 11]), 4, "twelve rows of twenty-four are reached by the fourth");
+    assert_eq!(first(4, &[2, 5]), 2, "fewer than two rows a rank");
+    assert_eq!(first(4, &[3, 5]), 1, "two rows a rank");
+    assert_eq!(first(1, &[12]), 1, "a single request");
+    assert_eq!(first(2, &[0, 8, 0]), 2, "requests without rows count as requests");
+}
+
+#[test]
+fn rows_go_round_anew_in_the_second_group() {
+    let batch = [prompt(0, 3), prompt(5, 4)];
+    let placed = place_groups(2, Strategy::RoundRobin, Decodes::Split, &batch, 1);
+    let owners: Vec<_> = placed.iter().map(|row| row.owner.unwrap()).collect();
+    assert_eq!(owners, [0, 1, 0, 0, 1, 0, 1]);
+    assert_eq!(placed[3].request, 1);
+    assert_eq!(placed[3].position, 5);
+    assert_ne!(placed[2].run, placed[3].run);
+}

@@ -31,6 +31,10 @@ pub struct Shares {
 pub struct PrefillPolicies {
     /// Whether a request's rows are shared out as a prompt's: `(it prefills, rows)`.
     pub is_prompt: fn(bool, usize) -> bool,
+    /// Requests of the first of two groups that overlap: `(first row of each request and the number of rows, ranks)`.
+    pub first_group: fn(&[usize], usize) -> usize,
+    /// Rank at which the rows of a group begin to go round: `(first row of the group, ranks)`.
+    pub phase: fn(usize, usize) -> usize,
     /// Rows of a chunk: `(rows of the sequence, chunks)`.
     pub chunk_rows: fn(usize, usize) -> usize,
     /// Rows of chunk `index` of a sequence: `(index, rows of a chunk, rows of the sequence)`.
@@ -61,6 +65,8 @@ impl PrefillPolicies {
     /// As published.
     pub const HEALTHY: Self = Self {
         is_prompt: |prefills, _| prefills,
+        first_group,
+        phase: |_, _| 0,
         chunk_rows: |rows, chunks| rows.div_ceil(chunks),
         chunk,
         tail: |rank, ranks| 2 * ranks - 1 - rank,
@@ -74,6 +80,21 @@ impl PrefillPolicies {
         restore,
         writes: |rank| rank == 0,
     };
+}
+
+/// The fewest requests that reach half of the rows; all of them where there is nothing to divide.
+pub fn first_group(starts: &[usize], ranks: usize) -> usize {
+    let (requests, rows) = (starts.len() - 1, starts[starts.len() - 1]);
+    if requests < 2 || rows / ranks < 2 {
+        return requests;
+    }
+    balanced(starts).clamp(1, requests - 1)
+}
+
+/// Requests that have at least half of the rows, rounded down.
+pub fn balanced(starts: &[usize]) -> usize {
+    let half = starts[starts.len() - 1] / 2;
+    starts[1..].partition_point(|end| *end < half) + 1
 }
 
 /// Chunk `index`; a short one at the end, none behind it.
@@ -105,6 +126,8 @@ pub struct Split {
     pub decodes: PcpDecodes,
     /// Rows that a rank runs at least.
     pub padded_rows: usize,
+    /// Whether there are two groups that overlap.
+    pub overlap: bool,
 }
 
 /// A batch as it is given.
@@ -132,6 +155,17 @@ impl Batch {
             return Err(crash("query_start_loc does not start at 0 and rise"));
         }
         Ok(Self { starts, computed, prefills: prefills.to_i64().iter().map(|flag| *flag != 0).collect() })
+    }
+
+    /// Some of the requests as a batch of their own.
+    fn part(&self, requests: Range<usize>) -> Self {
+        let first = self.starts[requests.start];
+        let starts = &self.starts[requests.start..=requests.end];
+        Self {
+            starts: starts.iter().map(|start| start - first).collect(),
+            computed: self.computed[requests.clone()].to_vec(),
+            prefills: self.prefills[requests].to_vec(),
+        }
     }
 
     /// Rows of all requests.
@@ -176,14 +210,19 @@ impl Shared {
     /// [`EngineError::Input`] for tensors that do not fit; a crash for starts that fall, and for no ranks or too many.
     pub fn of(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> Result<Self, EngineError> {
         let batch = Batch::read(inputs)?;
-        if split.world == 0 || split.world > MAX_RANKS {
-            return Err(EngineError::Crash { text: format!("{} ranks", split.world) });
-        }
-        let locals: Vec<Vec<Local>> =
-            (0..split.world).map(|rank| local_rows(&batch, rank, split, policies)).collect();
+        split.check()?;
+        Ok(Self::group(batch, 0, split, policies))
+    }
+
+    /// Shares out a group whose first row is row `first` of the whole batch.
+    fn group(batch: Batch, first: usize, split: Split, policies: &PrefillPolicies) -> Self {
+        let world = split.world;
+        let phase = (policies.phase)(first, world) % world;
+        let of_rank = |rank: usize| local_rows(&batch, (rank + world - phase) % world, split, policies);
+        let locals: Vec<Vec<Local>> = (0..world).map(of_rank).collect();
         let counts: Vec<usize> = locals.iter().map(Vec::len).collect();
         let padded = (policies.padded)(&counts, split.padded_rows);
-        Ok(Self { batch, locals, padded })
+        Self { batch, locals, padded }
     }
 
     /// The rows that a rank runs, padding left out.
@@ -205,42 +244,96 @@ impl Shared {
     }
 }
 
-/// Shares a batch out.
+impl Split {
+    fn check(self) -> Result<(), EngineError> {
+        if self.world == 0 || self.world > MAX_RANKS {
+            return Err(EngineError::Crash { text: format!("{} ranks", self.world) });
+        }
+        Ok(())
+    }
+}
+
+/// Shares a batch out, in one piece or in two groups.
 ///
 /// # Errors
 /// As [`Shared::of`].
 pub fn share_out(inputs: &Tensors, split: Split, policies: &PrefillPolicies) -> Result<Reply, EngineError> {
-    let shared = Shared::of(inputs, split, policies)?;
-    let (batch, padded) = (&shared.batch, shared.padded);
-    let (world, total) = (split.world, split.world * padded);
-    let (mut rows, mut positions, mut bounds) = (Vec::new(), Vec::new(), Vec::new());
-    let mut writer = vec![0u64; total];
-    for (rank, own) in shared.locals.iter().enumerate() {
-        for place in 0..padded {
-            let Some(local) = own.get(place) else {
-                rows.push(policies.padding);
-                positions.push(0);
-                bounds.push(0);
+    let batch = Batch::read(inputs)?;
+    split.check()?;
+    let (world, requests) = (split.world, batch.computed.len());
+    let boundary = if split.overlap { (policies.first_group)(&batch.starts, world) } else { requests };
+    let mut parts = Vec::new();
+    for part in [0..boundary, boundary..requests].into_iter().filter(|part| !part.is_empty()) {
+        let first = batch.starts[part.start];
+        parts.push((first, Shared::group(batch.part(part), first, split, policies)));
+    }
+    let padded: usize = parts.iter().map(|(_, part)| part.padded).sum();
+    let mut shared = Placement::default();
+    for rank in 0..world {
+        for (first, part) in &parts {
+            shared.push_rank(part, rank, *first, policies);
+        }
+    }
+    // gathered rows are those of a rank, group after group; a group brings its own back
+    let (mut restore, mut before) = (Vec::new(), 0);
+    for (_, part) in &parts {
+        let place = |place: i64| match usize::try_from(place) {
+            Ok(place) => {
+                let own = part.padded.max(1);
+                (place / own * padded + before + place % own) as i64
+            }
+            Err(_) => place,
+        };
+        restore.extend((policies.restore)(&part.shares()).into_iter().map(place));
+        before += part.padded;
+    }
+    let rows = restore.len();
+    let mut outputs = Tensors::new()
+        .with("rows", Tensor::from_i64(&[world, padded], &shared.rows))
+        .with("positions", Tensor::from_i64(&[world, padded], &shared.positions))
+        .with("row_lens", Tensor::from_i32(&[world, padded], &shared.bounds))
+        .with("restore", Tensor::from_i64(&[world, rows], &restore.repeat(world)))
+        .with(
+            "kv_writer",
+            Tensor::from_codes(Dtype::U8, &[world, world * padded], &shared.writer.repeat(world)),
+        );
+    if split.overlap {
+        let groups = [boundary as i32, (requests - boundary) as i32].repeat(world);
+        outputs.insert("groups", Tensor::from_i32(&[world, 2], &groups));
+    }
+    Ok(Reply { outputs, collectives: vec![0; world], ..Reply::default() })
+}
+
+/// What is derived for the rows of all ranks, padding included.
+#[derive(Default)]
+struct Placement {
+    rows: Vec<i64>,
+    positions: Vec<i64>,
+    bounds: Vec<i32>,
+    writer: Vec<u64>,
+}
+
+impl Placement {
+    /// Appends the rows of a rank in a group whose first row is row `first` of the batch.
+    fn push_rank(&mut self, part: &Shared, rank: usize, first: usize, policies: &PrefillPolicies) {
+        let batch = &part.batch;
+        for place in 0..part.padded {
+            let Some(local) = part.locals[rank].get(place) else {
+                self.rows.push(policies.padding);
+                self.positions.push(0);
+                self.bounds.push(0);
+                self.writer.push(0);
                 continue;
             };
             let request = batch.request_of(local.row);
             let in_request = local.row - batch.starts[request];
             let position = (policies.position)(batch.computed[request], in_request, local.in_chunk);
-            rows.push(local.row as i64);
-            positions.push(position as i64);
-            bounds.push((policies.bound)(position, local.in_chunk) as i32);
-            writer[rank * padded + place] = u64::from(!local.everywhere || (policies.writes)(rank));
+            self.rows.push((first + local.row) as i64);
+            self.positions.push(position as i64);
+            self.bounds.push((policies.bound)(position, local.in_chunk) as i32);
+            self.writer.push(u64::from(!local.everywhere || (policies.writes)(rank)));
         }
     }
-    let shares = shared.shares();
-    let restore = (policies.restore)(&shares).repeat(world);
-    let outputs = Tensors::new()
-        .with("rows", Tensor::from_i64(&[world, padded], &rows))
-        .with("positions", Tensor::from_i64(&[world, padded], &positions))
-        .with("row_lens", Tensor::from_i32(&[world, padded], &bounds))
-        .with("restore", Tensor::from_i64(&[world, shares.rows], &restore))
-        .with("kv_writer", Tensor::from_codes(Dtype::U8, &[world, total], &writer.repeat(world)));
-    Ok(Reply { outputs, collectives: vec![0; world], ..Reply::default() })
 }
 
 fn local_rows(batch: &Batch, rank: usize, split: Split, policies: &PrefillPolicies) -> Vec<Local> {

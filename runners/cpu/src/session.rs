@@ -172,12 +172,11 @@ impl Group {
             Operation::MergeStates => merge_two_states(inputs, policies),
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
             Operation::PackLse => pack_lse(configuration, inputs, policies),
-            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
-                share_out(inputs, Split { world, strategy, decodes, padded_rows }, &policies.prefill)
+            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, &policies.prefill)
             }
             Operation::AttendPcp { plan } => {
-                let session = (&self.configuration, self.caches.as_slice());
-                attend_pcp(session, inputs, plan, ranks, policies)
+                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
             }
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),

@@ -52,15 +52,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("dispatch", "path") => all(&ATTEND, &["effective"]),
         ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
-        ("pcp", "partition" | "order" | "padding" | "balance") => all(&["pcp"], &["rows"]),
-        ("prefill", "rows") => all(&["prefill"], &["rows"]),
-        ("prefill", "bounds") => all(&["prefill"], &["row_lens"]),
-        ("prefill", "query") => all(&["prefill"], &["kernel_query"]),
-        ("prefill", "gather") => all(&["prefill"], &["gathered_key", "gathered_value"]),
-        ("prefill", "local" | "copies") => all(&["prefill"], &["local_out"]),
-        ("prefill", "lse") => all(&["prefill"], &["lse"]),
-        ("prefill", "ranks") => all(&["prefill"], &["gathered_key", "out"]),
-        ("prefill", _) => all(&["prefill"], &["out"]),
+        ("pcp" | "prefill", _) => parts_of_prefill(family, what),
         ("kda", "state" | "gates") => all(&["kda"], &["state"]),
         ("kda", "core" | "window") => all(&["kda"], &[what]),
         ("kda", _) => all(&["kda"], &["out"]),
@@ -72,10 +64,6 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sparse", "slots") => all(&["sparse"], &["slots"]),
         ("sparse", "lists") => all(&["sparse"], &["indptr", "slots"]),
         ("sparse", _) => all(&["sparse"], &["topk"]),
-        ("pcp", "positions") => all(&["pcp"], &["positions"]),
-        ("pcp", "bounds") => all(&["pcp"], &["row_lens"]),
-        ("pcp", "restore") => all(&["pcp"], &["restore"]),
-        ("pcp", "writer") => all(&["pcp"], &["kv_writer"]),
         ("route", "weights") => all(&["route"], &["topk_weights"]),
         ("route", _) | ("moe", "routing") => all(&[family], &["topk_ids", "topk_weights"]),
         ("moe", "slices") => all(&["moe"], &["slice_rows"]),
@@ -110,6 +98,25 @@ fn part_of_stack(property: &str) -> &str {
         "experts" => "topk_ids",
         shown => shown,
     }
+}
+
+/// Of shared rows: where they are, and what they attend to.
+fn parts_of_prefill(family: &str, what: &str) -> Vec<String> {
+    let names: &[&str] = match (family, what) {
+        ("pcp", "partition" | "order" | "padding" | "balance") | ("prefill", "rows") => &["rows"],
+        ("pcp", "positions") => &["positions"],
+        (_, "bounds") => &["row_lens"],
+        ("pcp", "restore") => &["restore"],
+        ("pcp", "writer") => &["kv_writer"],
+        ("pcp", "groups") => &["groups"],
+        (_, "query") => &["kernel_query"],
+        (_, "gather") => &["gathered_key", "gathered_value"],
+        (_, "local" | "copies") => &["local_out"],
+        (_, "lse") => &["lse"],
+        (_, "ranks") => &["gathered_key", "out"],
+        _ => &["out"],
+    };
+    names.iter().map(|name| format!("{family}.{name}")).collect()
 }
 
 /// The battery, and what the healthy engine shows in each of its trials.

@@ -34,7 +34,7 @@ fn share_on(
     padded_rows: usize,
     batch: &[Request],
 ) -> Reply {
-    let operation = Operation::PcpLayout { world, strategy, decodes, padded_rows };
+    let operation = Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap: false };
     step(Scene::small(1).open(engine).as_mut(), &operation, &mut inputs(batch)).unwrap()
 }
 
@@ -120,6 +120,7 @@ fn starts_that_fall_and_lengths_below_zero_are_refused() {
         strategy: PcpStrategy::HeadTail,
         decodes: PcpDecodes::Replicated,
         padded_rows: 0,
+        overlap: false,
     };
     for (name, wrong) in [
         ("query_start_loc", Tensor::from_i32(&[3], &[0, 4, 2])),
@@ -134,4 +135,20 @@ fn starts_that_fall_and_lengths_below_zero_are_refused() {
     let mut given = inputs(&[(0, 2, true)]).with("is_prefilling", Tensor::from_i32(&[1], &[1]));
     let refused = step(Scene::small(1).open(&engine()).as_mut(), &operation, &mut given).unwrap_err();
     assert!(matches!(refused, EngineError::Input(_)), "{refused}");
+}
+
+#[test]
+fn two_groups_are_divided_between_requests_and_each_is_dealt_out_and_padded_by_itself() {
+    let (strategy, decodes) = (PcpStrategy::RoundRobin, PcpDecodes::Split);
+    let groups = |world: usize, batch: &[Request]| {
+        let operation = Operation::PcpLayout { world, strategy, decodes, padded_rows: 0, overlap: true };
+        step(Scene::small(1).open(&engine()).as_mut(), &operation, &mut inputs(batch)).unwrap()
+    };
+    let reply = groups(2, &[(0, 3, true), (5, 4, true)]);
+    assert_eq!(output(&reply, "groups"), [1, 1, 1, 1]);
+    assert_eq!(output(&reply, "rows"), [0, 2, 3, 5, 1, -1, 4, 6]);
+    assert_eq!(output(&reply, "positions")[2..4], [5, 7]);
+    assert_eq!(output(&reply, "restore")[..7], [0, 4, 1, 2, 6, 3, 7]);
+    let whole = groups(4, &[(0, 2, true), (0, 5, true)]);
+    assert_eq!(output(&whole, "groups"), [2, 0].repeat(4), "fewer than two rows a rank are not divided");
 }

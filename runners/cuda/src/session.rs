@@ -152,7 +152,7 @@ impl Group {
             Operation::MergeStates => merge_states(queue, inputs),
             Operation::MergeSegments { tile_tokens } => merge_segments(queue, inputs, tile_tokens),
             Operation::PackLse => pack_lse(queue, configuration, &team.first().shape, inputs),
-            Operation::PcpLayout { world, strategy, decodes, padded_rows } => {
+            Operation::PcpLayout { world, strategy, decodes, padded_rows, .. } => {
                 share_out(queue, inputs, &Split { world, strategy, decodes, padded_rows })
             }
             Operation::Route { ref router } => route(queue, inputs, router),
@@ -252,6 +252,9 @@ impl Session for CudaSession {
             }
             Operation::SelectSparse { .. } => {
                 return unsupported("there is no kernel of an indexer".to_owned());
+            }
+            Operation::PcpLayout { overlap: true, .. } => {
+                return unsupported("no kernel divides a batch into groups that overlap".to_owned());
             }
             Operation::AttendPcp { .. } => {
                 return unsupported("no kernel attends for rows that are shared out".to_owned());

@@ -101,6 +101,10 @@ pub enum Operation {
         /// Rows that a rank runs at least, such as those of a graph.
         #[serde(default, skip_serializing_if = "is_zero")]
         padded_rows: usize,
+        /// Whether the batch is divided between requests into two groups that overlap, each shared out and padded by itself; R is the sum
+        /// of their rows then, those of the first group before those of the second.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        overlap: bool,
     },
     /// Attention of a batch whose rows are shared out over the ranks of prefill context parallelism: each rank has the queries, keys and
     /// values of its rows, gathers the keys and values of all, and attends for its own rows over the positions before them, the cached

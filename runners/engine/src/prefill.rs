@@ -158,6 +158,12 @@ pub(crate) const LAYOUT: &[TensorSpec] = &[
         "u8 [P, P·R]",
         "on each rank, 1 for the gathered rows whose KV it writes to its cache",
     ),
+    spec(
+        "groups",
+        Output,
+        "i32 [P, 2]",
+        "only where `overlap` is asked for: requests of the first and of the second group; 0 of the second where the batch is not divided",
+    ),
 ];
 
 pub(crate) const ATTEND: &[TensorSpec] = &[

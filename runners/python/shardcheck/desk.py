@@ -18,7 +18,7 @@ from shardcheck.tensor import Tensor
 from shardcheck.wire import Input, Message, ProtocolError
 
 _TRACEBACK_LINES = 24
-_BINDING = frozenset({"lse_base", "padded_rows"})
+_BINDING = frozenset({"lse_base", "padded_rows", "overlap"})
 """Parameters that change what is asked and are only sent where they do: a method that doesn't take one can't do it."""
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP) error:|device-side assert|unspecified launch failure", re.IGNORECASE)
 

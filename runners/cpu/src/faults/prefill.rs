@@ -1,7 +1,7 @@
 //! Faults of prefill context parallelism: rows on the wrong rank, lost, twice, or brought back wrongly.
 
 use super::{Fault, FaultClass};
-use crate::prefill::chunk;
+use crate::prefill::{balanced, chunk, first_group};
 
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
@@ -73,6 +73,53 @@ pub(super) const FAULTS: &[Fault] = &[
                 starts.windows(2).flat_map(|pair| (pair[0] + rank..pair[1]).step_by(ranks)).collect()
             }
         },
+    },
+    Fault {
+        name: "pcp-overlap-at-half-of-the-requests",
+        title: "two groups that overlap have half of the requests each, however long they are",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.groups"],
+        apply: |p| {
+            p.prefill.first_group = |starts, ranks| {
+                let whole = starts.len() - 1;
+                if first_group(starts, ranks) == whole { whole } else { whole / 2 }
+            }
+        },
+    },
+    Fault {
+        name: "pcp-overlap-boundary-a-request-early",
+        title: "the request in which half of the rows is reached goes to the second group",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.groups"],
+        apply: |p| {
+            p.prefill.first_group = |starts, ranks| {
+                let whole = starts.len() - 1;
+                if first_group(starts, ranks) == whole { whole } else { (balanced(starts) - 1).max(1) }
+            }
+        },
+    },
+    Fault {
+        name: "pcp-overlap-with-less-than-two-rows",
+        title: "a batch is divided although a rank has fewer than two rows of it",
+        class: FaultClass::ConfigGate,
+        bugs: &[],
+        killed_by: &["pcp.groups"],
+        apply: |p| {
+            p.prefill.first_group = |starts, _| {
+                let whole = starts.len() - 1;
+                if whole < 2 { whole } else { balanced(starts).clamp(1, whole - 1) }
+            }
+        },
+    },
+    Fault {
+        name: "pcp-overlap-dealt-out-before",
+        title: "rows are dealt out over the whole batch and divided afterwards: the second group does not begin at rank 0",
+        class: FaultClass::LayoutIndex,
+        bugs: &[],
+        killed_by: &["pcp.partition"],
+        apply: |p| p.prefill.phase = |first, ranks| first % ranks,
     },
     Fault {
         name: "pcp-short-prompt-taken-for-a-decode",

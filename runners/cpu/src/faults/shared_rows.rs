@@ -30,7 +30,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::CollectiveOrder,
         bugs: &[],
         killed_by: &["prefill.gather", "prefill.ranks", "prefill.output"],
-        apply: |p| p.pcp.gather = |link, own, _| Ok(own.repeat(link.world)),
+        apply: |p| p.pcp.gather = |link, own| Ok(own.repeat(link.world)),
     },
     Fault {
         name: "pcp-keys-sent-in-eight-bits",
@@ -39,7 +39,7 @@ pub(super) const FAULTS: &[Fault] = &[
         bugs: &[],
         killed_by: &["prefill.gather", "prefill.ranks"],
         apply: |p| {
-            p.pcp.gather = |link, own, _| {
+            p.pcp.gather = |link, own| {
                 let cast = |value: &f32| cast_to(*value, Dtype::E4m3fn, Dtype::E4m3fn, 1.0);
                 let mut all: Vec<f32> = own.iter().map(cast).collect();
                 if link.world > 1 {

@@ -40,13 +40,16 @@ impl Call {
     }
 }
 
+/// Rows `[R, width]` of a rank to those of all ranks, one after the other.
+pub type GatherRows = fn(&Link<'_>, Vec<f32>) -> Result<Vec<f32>, Stop>;
+
 /// How shared rows are attended for.
 #[derive(Clone, Copy)]
 pub struct PcpPolicies {
     /// What a query is read as: `(value, format, scale)`.
     pub query: fn(f32, Dtype, f32) -> f32,
-    /// Brings the keys and values `[R, width]` of each rank together: `(link, own, width)`.
-    pub gather: fn(&Link<'_>, Vec<f32>, usize) -> Result<Vec<f32>, Stop>,
+    /// Brings the keys and values of each rank together.
+    pub gather: GatherRows,
     /// Gathered place of each row of the batch whose key is read, given the right ones.
     pub key_places: fn(Vec<i64>, &Shares) -> Vec<i64>,
     /// Position of a token of the cached context: `(local, member, grid)`.
@@ -71,7 +74,7 @@ impl PcpPolicies {
     /// As published.
     pub const HEALTHY: Self = Self {
         query: cast,
-        gather: |link, own, _| gather(link, "all_gather_pcp_kv", own),
+        gather: |link, own| gather(link, "all_gather_pcp_kv", own),
         key_places: |places, _| places,
         context_position: position,
         call_lens: |calls| calls.iter().map(Call::end).collect(),
@@ -137,7 +140,7 @@ pub fn attend_pcp(
     policies: &Policies,
 ) -> Result<Reply, EngineError> {
     let PcpPlan { world, strategy, decodes, padded_rows, .. } = plan;
-    let split = Split { world, strategy, decodes, padded_rows };
+    let split = Split { world, strategy, decodes, padded_rows, overlap: false };
     let shared = Shared::of(inputs, split, &policies.prefill)?;
     let (rows, format) = (shared.batch.rows(), KvFormat::of(configuration));
     let table = BlockTable::read(inputs, configuration.blocks)?;
@@ -204,7 +207,7 @@ impl Step<'_> {
         }
         // nobody may read what stands in padding
         own.resize(self.shared.padded * (key + value), f32::NAN);
-        let gathered = (self.policies.pcp.gather)(link, own, key + value)?;
+        let gathered = (self.policies.pcp.gather)(link, own)?;
         let places = (self.policies.prefill.restore)(&self.shares);
         let places = (self.policies.pcp.key_places)(places, &self.shares);
         let (batch, mut requests) = (&self.shared.batch, Vec::new());

@@ -287,7 +287,8 @@ impl Battery<'_> {
             (PcpStrategy::RoundRobin, PcpDecodes::Split),
         ];
         for (strategy, decodes) in splits {
-            let operation = Operation::PcpLayout { world: 3, strategy, decodes, padded_rows: 0 };
+            let operation =
+                Operation::PcpLayout { world: 3, strategy, decodes, padded_rows: 0, overlap: false };
             let mut inputs = Tensors::new()
                 .with("query_start_loc", Tensor::from_i32(&[9], &[0, 11, 12, 12, 16, 20, 22, 23, 24]))
                 .with("context_lens", Tensor::from_i32(&[8], &[5, 7, 2, 0, 3, 1, 9, 4]))
@@ -296,6 +297,7 @@ impl Battery<'_> {
             let reply = step(session.as_mut(), &operation, &mut inputs);
             self.reply("pcp", &names, &reply);
         }
+        self.groups();
     }
 
     fn routers(&mut self) {

@@ -1,6 +1,6 @@
 //! Attention of shared rows for the battery: hit prefixes, prompts of every length, decodes, caches over ranks, queries of eight bits.
 
-use shardcheck_engine::{Attention, Operation, PcpDecodes, PcpPlan, PcpStrategy, Tensor};
+use shardcheck_engine::{Attention, Operation, PcpDecodes, PcpPlan, PcpStrategy, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::{Battery, Scene, step};
@@ -39,6 +39,24 @@ impl Battery<'_> {
                 let reply = step(session.as_mut(), &Operation::AttendPcp { plan }, &mut inputs);
                 self.reply("prefill", &NAMES, &reply);
             }
+        }
+    }
+}
+
+impl Battery<'_> {
+    /// Two groups that overlap, and batches that are not divided.
+    pub(super) fn groups(&mut self) {
+        let (strategy, decodes) = (PcpStrategy::RoundRobin, PcpDecodes::Split);
+        for starts in [vec![0, 9, 10, 11], vec![0, 1, 2, 3, 14, 20], vec![0, 2, 5], vec![0, 12]] {
+            let count = starts.len() - 1;
+            let mut inputs = Tensors::new()
+                .with("query_start_loc", Tensor::from_i32(&[count + 1], &starts))
+                .with("context_lens", Tensor::from_i32(&[count], &vec![3; count]))
+                .with("is_prefilling", Tensor::from_codes(Dtype::U8, &[count], &vec![1; count]));
+            let operation =
+                Operation::PcpLayout { world: 3, strategy, decodes, padded_rows: 0, overlap: true };
+            let reply = step(Scene::small(1).open(self.engine).as_mut(), &operation, &mut inputs);
+            self.reply("pcp", &["rows", "positions", "row_lens", "restore", "kv_writer", "groups"], &reply);
         }
     }
 }

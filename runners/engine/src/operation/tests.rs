@@ -50,6 +50,7 @@ fn an_operation_survives_a_json_round_trip() {
             strategy: PcpStrategy::HeadTail,
             decodes: PcpDecodes::Owned,
             padded_rows: 7,
+            overlap: true,
         },
         Operation::AcceptDrafts { method: AcceptanceMethod::Block, ranks: 4 },
         Operation::SelectSparse {
