@@ -11,7 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase, Workload,
+    AcceptanceCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SelectedTokens, SequenceCase,
+    Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -29,6 +30,8 @@ pub enum Family {
     Acceptance,
     /// Selection of the tokens that rows attend to.
     SelectSparse,
+    /// Attention over the tokens that were selected for a row.
+    AttendSelected,
     /// Kimi delta attention.
     Kda,
     /// KV write and read back.
@@ -61,7 +64,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 18] = [
+    pub const ALL: [Self; 19] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
@@ -76,6 +79,7 @@ impl Family {
         Self::Verify,
         Self::Draft,
         Self::Context,
+        Self::AttendSelected,
         Self::Route,
         Self::Moe,
         Self::Sequence,
@@ -89,6 +93,7 @@ impl Family {
             Self::Pcp => "pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
+            Self::AttendSelected => "attend_selected",
             Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
@@ -114,6 +119,7 @@ impl Family {
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
+            Self::AttendSelected => Some(OperationKind::AttendSelected),
             Self::Kda => Some(OperationKind::Kda),
             Self::Write => Some(OperationKind::WriteKv),
             Self::Decode => Some(OperationKind::Decode),
@@ -132,7 +138,16 @@ impl Family {
 
     /// Whether a case of this family holds an [`AttentionCase`].
     pub fn is_attention(self) -> bool {
-        matches!(self, Self::Layout | Self::Write | Self::Decode | Self::Verify | Self::Draft | Self::Context)
+        matches!(
+            self,
+            Self::Layout
+                | Self::Write
+                | Self::Decode
+                | Self::Verify
+                | Self::Draft
+                | Self::Context
+                | Self::AttendSelected
+        )
     }
 
     /// Whether a case of this family holds a [`MergeCase`].
@@ -157,7 +172,7 @@ impl FromStr for Family {
     }
 }
 
-/// Attention on an engine with caches: families layout, write, decode, verify, draft, context.
+/// Attention on an engine with caches: families layout, write, decode, verify, draft, context, attend_selected.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionCase {
@@ -173,6 +188,9 @@ pub struct AttentionCase {
     /// operation takes no up-projection.
     #[serde(default)]
     pub latent_output: bool,
+    /// Tokens that the rows attend to, in the family attend_selected; all that they see elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selected: Option<SelectedTokens>,
 }
 
 /// What the states to be merged look like.
@@ -386,6 +404,7 @@ impl Case {
             Body::Kda(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
+            Body::Attention(AttentionCase { selected: Some(tokens), .. }) => return Some(tokens.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
             _ => 0,
         };
@@ -402,6 +421,7 @@ impl Case {
             Family::Pcp
             | Family::Acceptance
             | Family::SelectSparse
+            | Family::AttendSelected
             | Family::Kda
             | Family::Route
             | Family::Moe

@@ -20,6 +20,7 @@ mod router;
 mod rows;
 mod scales;
 mod segments;
+mod selected;
 mod settings;
 mod small;
 mod sparse;
@@ -176,6 +177,7 @@ pub fn faults() -> &'static [Fault] {
             moe::FAULTS,
             acceptance::FAULTS,
             sparse::FAULTS,
+            selected::FAULTS,
             kda::FAULTS,
         ]
         .concat()

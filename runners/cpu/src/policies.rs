@@ -16,6 +16,7 @@ use crate::prefill::PrefillPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
+use crate::selected::SelectedPolicies;
 use crate::sparse::SparsePolicies;
 use crate::states::SegmentPolicies;
 use crate::transfer::TransferPolicies;
@@ -94,6 +95,8 @@ pub struct Policies {
     pub acceptance: AcceptancePolicies,
     /// Selection of tokens.
     pub sparse: SparsePolicies,
+    /// Attention over selected tokens.
+    pub selected: SelectedPolicies,
     /// Kimi delta attention.
     pub kda: KdaPolicies,
     /// Configuration rules.
@@ -117,6 +120,7 @@ impl Policies {
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
+        selected: SelectedPolicies::HEALTHY,
         kda: KdaPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,
         session: SessionPolicies::HEALTHY,

@@ -3,13 +3,15 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
-use shardcheck_engine::{Answer, Configuration, EngineError, Mask, Operation, Reply, Session, Tensors};
+use shardcheck_engine::{
+    Answer, Configuration, EngineError, Mask, Operation, Reply, Session, SlotList, Tensors,
+};
 
 use crate::acceptance::accept_drafts;
-use crate::attend::attend;
+use crate::attend::{attend, listing};
 use crate::batch::{Batch, BlockTable, query_rows};
 use crate::cache::RankCache;
-use crate::communicator::{Ranks, panic_text};
+use crate::communicator::{Ranks, Stop, panic_text};
 use crate::context::attend_context;
 use crate::derive::derive;
 use crate::experts;
@@ -19,6 +21,7 @@ use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::{Split, share_out};
 use crate::router::route;
+use crate::selected::{Plan, Plans, Selection};
 use crate::sparse;
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
 use crate::transfer::import_cache;
@@ -44,6 +47,8 @@ struct Group {
     table: Option<BlockTable>,
     /// States of Kimi delta attention.
     kda: KdaMemory,
+    /// Selections that layers may share.
+    plans: Plans,
 }
 
 impl CpuSession {
@@ -63,6 +68,7 @@ impl CpuSession {
             memories: vec![Memory::default(); configuration.tp],
             table: None,
             kda: KdaMemory::default(),
+            plans: Plans::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -136,7 +142,10 @@ impl Group {
                 batch.table = self.used(TableUse::Attend, batch.table, other, policies);
                 let metadata = self.recall(StepKind::Attend, batch, mask == Mask::Causal, policies);
                 let shape = (&self.configuration, self.grids);
-                attend(shape, &self.caches, inputs, &metadata, ranks, policies)
+                attend(shape, &self.caches, (inputs, None), &metadata, ranks, policies)
+            }
+            Operation::AttendSelected { list, shared } => {
+                self.attend_selected(inputs, (list, shared), other, ranks, policies)
             }
             Operation::AttendContext { chunk_budget_tokens } => {
                 let rows = query_rows(inputs, configuration)?;
@@ -180,6 +189,56 @@ impl Group {
             }
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
+    }
+
+    /// Attention over selected tokens: those of the step, or those that a layer before it left.
+    fn attend_selected(
+        &mut self,
+        inputs: &Tensors,
+        (list, shared): (SlotList, bool),
+        other: Option<&BlockTable>,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let rows = query_rows(inputs, &self.configuration)?;
+        let mut batch = Batch::read(inputs, "seq_lens", Some(rows), self.configuration.blocks)?;
+        let own = if shared { None } else { Some(Selection::read(inputs, &batch, list)?) };
+        batch.table = self.used(TableUse::Attend, batch.table, other, policies);
+        let metadata = self.recall(StepKind::Attend, batch, true, policies);
+        let plan = self.plan(own, (rows, list), &metadata, policies)?;
+        let shape = (&self.configuration, self.grids);
+        attend(shape, &self.caches, (inputs, Some(&plan)), &metadata, ranks, policies)
+    }
+
+    /// The plan that a step over selected tokens goes by: of its own selection, or of that of a layer before it.
+    fn plan(
+        &mut self,
+        own: Option<Selection>,
+        (rows, list): (usize, SlotList),
+        metadata: &[Metadata],
+        policies: &Policies,
+    ) -> Result<Plan, EngineError> {
+        let Some(selection) = own else {
+            let plan = (policies.selected.shared)(&self.plans);
+            let plan = plan.filter(|plan| plan.selection.is_of(rows, list)).cloned();
+            let text = || format!("no layer before has a selection for {rows} rows, listed {list}");
+            return plan.ok_or_else(|| EngineError::Crash { text: text() });
+        };
+        let lists_of = |metadata: &Metadata| {
+            let grid = &self.grids.lengths;
+            let row_lens =
+                metadata.batch.row_lens(&policies.layout, metadata.member % grid.world, grid, true);
+            selection.lists(listing(policies, &self.grids, metadata, &row_lens))
+        };
+        // lists wait for no other rank
+        let failed = |stop| match stop {
+            Stop::Failed(error) => error,
+            Stop::Peer => EngineError::Crash { text: "a list of slots was given up".to_owned() },
+        };
+        let lists = metadata.iter().map(lists_of).collect::<Result<_, Stop>>().map_err(failed)?;
+        let plan = (policies.selected.renewed)(&self.plans, Plan { selection, lists });
+        self.plans.keep(&plan);
+        Ok(plan)
     }
 
     /// The block table that a step uses, given its own, which is kept for the other group's faults.
@@ -226,6 +285,6 @@ impl Session for CpuSession {
 fn is_attention(operation: &Operation) -> bool {
     match operation {
         Operation::InGroup { step, .. } => is_attention(step),
-        operation => matches!(operation, Operation::Attend { .. }),
+        operation => matches!(operation, Operation::Attend { .. } | Operation::AttendSelected { .. }),
     }
 }

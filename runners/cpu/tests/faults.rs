@@ -63,6 +63,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sparse", "slots") => all(&["sparse"], &["slots"]),
         ("sparse", "lists") => all(&["sparse"], &["indptr", "slots"]),
         ("sparse", _) => all(&["sparse"], &["topk"]),
+        ("selected", what) => parts_of_selected(what),
         ("pcp", "positions") => all(&["pcp"], &["positions"]),
         ("pcp", "bounds") => all(&["pcp"], &["row_lens"]),
         ("pcp", "restore") => all(&["pcp"], &["restore"]),
@@ -88,6 +89,20 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sequence", "collectives") => all(&["sequence"], &["collectives"]),
         _ => panic!("no part of the battery shows {property}"),
     }
+}
+
+/// Parts that show attention over selected tokens.
+fn parts_of_selected(what: &str) -> Vec<String> {
+    let parts: &[&str] = match what {
+        "lists" => &["selected.counts", "selected.indptr", "selected.slots"],
+        "partial-lse" => &["selected.partial_lse"],
+        "partial-output" => &["selected.partial_out"],
+        "query" => &["selected.gathered_query"],
+        "lse" => &["selected.lse"],
+        "shared" => &["shared.out"],
+        _ => &["selected.out"],
+    };
+    parts.iter().map(|part| (*part).to_owned()).collect()
 }
 
 /// The battery, and what the healthy engine shows in each of its trials.

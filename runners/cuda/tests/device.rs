@@ -11,7 +11,7 @@ fn a_machine_without_a_device_is_told_what_is_missing_and_one_with_it_opens() {
                 OperationKind::ALL.iter().filter(|kind| engine.profile().operation(**kind).is_none());
             assert_eq!(
                 missing.copied().collect::<Vec<_>>(),
-                [OperationKind::AcceptDrafts, OperationKind::SelectSparse]
+                [OperationKind::AcceptDrafts, OperationKind::SelectSparse, OperationKind::Kda]
             );
             engine.profile().check().unwrap();
             let answer = engine.validate(RuleSetName::Own, &Settings::new()).unwrap();

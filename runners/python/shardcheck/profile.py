@@ -28,6 +28,7 @@ OPERATIONS = (
     "moe",
     "accept_drafts",
     "select_sparse",
+    "attend_selected",
     "kda",
 )
 """Every operation, which is also the name of the session's method."""

@@ -59,6 +59,7 @@ fn an_operation_survives_a_json_round_trip() {
                 list: crate::SlotList::PackedDummy,
             },
         },
+        Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
     ] {
         let text = serde_json::to_string(&operation).unwrap();
