@@ -385,6 +385,7 @@ impl Axes {
             workload,
             probe: self.probes[row[PROBE]],
             latent_output: attention.is_mla() && projection == Projection::None,
+            selected: None,
         }
     }
 

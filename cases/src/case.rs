@@ -11,8 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, AttendPcpCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SequenceCase,
-    StackCase, Workload,
+    AcceptanceCase, AttendPcpCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SelectedTokens,
+    SequenceCase, StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -32,6 +32,8 @@ pub enum Family {
     Acceptance,
     /// Selection of the tokens that rows attend to.
     SelectSparse,
+    /// Attention over the tokens that were selected for a row.
+    AttendSelected,
     /// Kimi delta attention.
     Kda,
     /// KV write and read back.
@@ -66,7 +68,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 20] = [
+    pub const ALL: [Self; 21] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
@@ -82,6 +84,7 @@ impl Family {
         Self::Draft,
         Self::Context,
         Self::AttendPcp,
+        Self::AttendSelected,
         Self::Route,
         Self::Moe,
         Self::Sequence,
@@ -97,6 +100,7 @@ impl Family {
             Self::AttendPcp => "attend_pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
+            Self::AttendSelected => "attend_selected",
             Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
@@ -124,6 +128,7 @@ impl Family {
             Self::AttendPcp => Some(OperationKind::AttendPcp),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
+            Self::AttendSelected => Some(OperationKind::AttendSelected),
             Self::Kda => Some(OperationKind::Kda),
             Self::Stack => Some(OperationKind::Forward),
             Self::Write => Some(OperationKind::WriteKv),
@@ -143,7 +148,16 @@ impl Family {
 
     /// Whether a case of this family holds an [`AttentionCase`].
     pub fn is_attention(self) -> bool {
-        matches!(self, Self::Layout | Self::Write | Self::Decode | Self::Verify | Self::Draft | Self::Context)
+        matches!(
+            self,
+            Self::Layout
+                | Self::Write
+                | Self::Decode
+                | Self::Verify
+                | Self::Draft
+                | Self::Context
+                | Self::AttendSelected
+        )
     }
 
     /// Whether the keys of the new rows come with the step, so that the cache holds the context alone.
@@ -173,7 +187,7 @@ impl FromStr for Family {
     }
 }
 
-/// Attention on an engine with caches: families layout, write, decode, verify, draft, context.
+/// Attention on an engine with caches: families layout, write, decode, verify, draft, context, attend_selected.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionCase {
@@ -189,6 +203,9 @@ pub struct AttentionCase {
     /// operation takes no up-projection.
     #[serde(default)]
     pub latent_output: bool,
+    /// Tokens that the rows attend to, in the family attend_selected; all that they see elsewhere.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selected: Option<SelectedTokens>,
 }
 
 /// What the states to be merged look like.
@@ -408,6 +425,7 @@ impl Case {
             Body::Stack(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
             Body::Moe(case) => return Some(case.operation()),
+            Body::Attention(AttentionCase { selected: Some(tokens), .. }) => return Some(tokens.operation()),
             Body::Attention(case) => case.workload.chunk_budget_tokens,
             _ => 0,
         };
@@ -425,6 +443,7 @@ impl Case {
             | Family::AttendPcp
             | Family::Acceptance
             | Family::SelectSparse
+            | Family::AttendSelected
             | Family::Kda
             | Family::Route
             | Family::Moe

@@ -93,8 +93,17 @@ pub(crate) fn check_attention(family: Family, case: &AttentionCase) -> Result<()
         )));
     }
     check_workload(family, &case.workload)?;
+    check_selected(family, case)?;
     check_options(family, case)?;
     check_size(configuration, &case.workload)
+}
+
+fn check_selected(family: Family, case: &AttentionCase) -> Result<(), CaseError> {
+    match &case.selected {
+        Some(tokens) if family == Family::AttendSelected => tokens.check(&case.configuration, &case.workload),
+        None if family != Family::AttendSelected => Ok(()),
+        _ => out_of_range(format!("attend_selected has selected tokens and no other family, not {family}")),
+    }
 }
 
 /// First of all, because sums of widths are formed everywhere.

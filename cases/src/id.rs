@@ -2,6 +2,7 @@
 //!
 //! ```text
 //! FAMILY/MODEL/CONFIGURATION/WORKLOAD/PROBE/SEED      attention
+//! attend_selected/MODEL/CONFIGURATION/WORKLOAD/SELECTED/PROBE/SEED
 //! FAMILY/STATES/PATTERN/VIEW/SEED                     merges
 //! sequence/MODEL/CONFIGURATION/NAME/STEPS/SEED        steps of one session; CONFIGURATION~CONFIGURATION for two KV groups
 //! stack/LAYERS/… as for a sequence …/SEED            the same through all layers of a transformer
@@ -15,6 +16,7 @@
 //!                context+rows of each request (x4: four alike), graph padding, block placement, chunk budget
 //! steps          p0+12,1+5.c64_d0,1.pad2_v0+4_r0-2: prefill (c: chunk budget), decode, verify, reject; b (draft block), h1=0x2
 //!                (request 1 hits two blocks of request 0), f0 (free), e0 (evict)
+//! selected       k8.packed.ragged: most tokens of a row, how a rank lists their slots, which they are
 //! states         w3.t4.h2.d16.bf16.a2a.hi_lo
 //! ```
 //!
@@ -29,7 +31,7 @@ use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
     AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase,
     MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase,
-    SequenceCase, StackCase, StateView, Workload, rules,
+    SelectedTokens, SequenceCase, StackCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -47,7 +49,9 @@ impl Case {
             Body::Attention(case) => {
                 let configuration = spell_configuration(&case.model, &case.configuration, case.latent_output);
                 let workload = spell_workload(&case.workload);
-                format!("{family}/{}/{configuration}/{workload}/{}/{seed}", case.model, case.probe)
+                let selected =
+                    case.selected.map_or_else(String::new, |tokens| format!("/{}", tokens.spell()));
+                format!("{family}/{}/{configuration}/{workload}{selected}/{}/{seed}", case.model, case.probe)
             }
             Body::Merge(case) => {
                 let states = spell_states(case);
@@ -77,17 +81,7 @@ impl FromStr for Case {
         let parts: Vec<&str> = id.split('/').collect();
         let family: Family = parts[0].parse().map_err(fail)?;
         let case = if family.is_attention() {
-            let [_, model, configuration, workload, probe, seed] = parts[..] else {
-                return Err(fail(format!("{} parts between slashes; an attention id has 6", parts.len())));
-            };
-            let workload = read_workload(workload).map_err(fail)?;
-            let probe = probe.parse().map_err(fail)?;
-            let blocks = |virtual_block: usize| Ok(default_blocks(&workload, virtual_block));
-            let (configuration, latent_output) =
-                read_configuration(model, configuration, blocks).map_err(fail)?;
-            let body =
-                AttentionCase { model: model.to_owned(), configuration, workload, probe, latent_output };
-            Self::attention(family, body, number("seed", seed).map_err(fail)?)
+            read_attention_case(family, &parts).map_err(fail)?
         } else if matches!(family, Family::Sequence | Family::Stack) {
             read_session(family, &parts).map_err(fail)?
         } else if matches!(family, Family::Pcp | Family::AttendPcp) {
@@ -143,6 +137,25 @@ impl FromStr for Case {
         case.check()?;
         Ok(case)
     }
+}
+
+/// An attention case, given the parts of its id.
+fn read_attention_case(family: Family, parts: &[&str]) -> Result<Case, String> {
+    let mut rest = parts.to_vec();
+    // a selection stands between the workload and the probe
+    let selected = (family == Family::AttendSelected && parts.len() == 7).then(|| rest.remove(4));
+    let [_, model, configuration, workload, probe, seed] = rest[..] else {
+        let count = parts.len();
+        return Err(format!("{count} parts between slashes; an attention id has 6, of selected tokens 7"));
+    };
+    let selected = selected.map(SelectedTokens::read).transpose()?;
+    let workload = read_workload(workload)?;
+    let probe = probe.parse()?;
+    let blocks = |virtual_block: usize| Ok(default_blocks(&workload, virtual_block));
+    let (configuration, latent_output) = read_configuration(model, configuration, blocks)?;
+    let model = model.to_owned();
+    let body = AttentionCase { model, configuration, workload, probe, latent_output, selected };
+    Ok(Case::attention(family, body, number("seed", seed)?))
 }
 
 /// Model, configurations, name and steps.

@@ -41,6 +41,8 @@ pub struct Inputs {
     pub stale_values: Vec<Vec<f32>>,
     /// Up-projection [Hall, Dv, V]; MLA only, and only without latent output.
     pub w_uv: Option<Vec<f32>>,
+    /// Positions that each row attends to, in the order in which they are given; empty where rows attend to all that they see.
+    pub selected: Vec<Vec<usize>>,
     /// Block table [n, width].
     pub block_table: Vec<i32>,
     /// Entries of one row of the block table: one more than the longest request needs.
@@ -69,6 +71,10 @@ pub fn generate(family: Family, case: &AttentionCase, seed: u64) -> Inputs {
         stale_keys: Vec::with_capacity(requests),
         stale_values: Vec::with_capacity(requests),
         w_uv: shape.up_projection().map(rounded),
+        selected: case
+            .selected
+            .map(|tokens| tokens.draw(&case.workload, &case.configuration, seed))
+            .unwrap_or_default(),
         block_table,
         width,
     };

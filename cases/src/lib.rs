@@ -15,6 +15,7 @@ mod pcp;
 mod probe;
 mod route;
 pub mod rules;
+mod selected;
 mod sequence;
 mod sparse;
 mod stack;
@@ -39,6 +40,7 @@ pub use pcp::attention::AttendPcpCase;
 pub use pcp::{PcpCase, PcpRequest};
 pub use probe::Probe;
 pub use route::{LogitPattern, RouteCase, TOKEN_IDS};
+pub use selected::{SelectedTokens, TokenChoice};
 pub use sequence::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step, Turn,
     generate_sequence, peak_blocks, turns,

@@ -14,7 +14,7 @@ use crate::{Body, Case, CaseError, Family, MAX_ELEMENTS, MAX_RANKS, Workload, de
 /// Formats of an indexer's queries and keys.
 const FORMATS: [Dtype; 2] = [Dtype::Bf16, Dtype::E4m3fn];
 /// Most tokens of a row.
-const MAX_TOP_K: usize = 1 << 14;
+pub(crate) const MAX_TOP_K: usize = 1 << 14;
 /// Most heads of an indexer, and widest one.
 const MAX_HEADS: usize = 256;
 const MAX_DIM: usize = 1024;

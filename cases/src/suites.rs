@@ -4,6 +4,7 @@ mod acceptance;
 mod experts;
 mod kda;
 mod prefill;
+mod selected;
 mod sparse;
 
 use std::collections::{BTreeMap, HashSet};
@@ -133,6 +134,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.select_sparse {
         part.collect(seed, &mut suite);
     }
+    for part in &file.attend_selected {
+        part.collect(seed, &mut suite);
+    }
     for part in &file.kda {
         part.collect(seed, &mut suite);
     }
@@ -248,6 +252,8 @@ struct SuiteFile {
     acceptance: Vec<acceptance::AcceptancePart>,
     #[serde(default)]
     select_sparse: Vec<sparse::SelectPart>,
+    #[serde(default)]
+    attend_selected: Vec<selected::SelectedPart>,
     #[serde(default)]
     kda: Vec<kda::KdaPart>,
     #[serde(default)]

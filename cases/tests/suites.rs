@@ -73,6 +73,7 @@ fn families_of_the_gate_have_their_shares() {
         (Family::AttendPcp, 36),
         (Family::Acceptance, 45),
         (Family::SelectSparse, 45),
+        (Family::AttendSelected, 18),
         (Family::Kda, 20),
         (Family::Write, 140),
         (Family::PackLse, 20),

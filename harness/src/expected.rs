@@ -183,7 +183,7 @@ pub(crate) fn visible_rows(material: &AttentionMaterial) -> Vec<Vec<Visible>> {
     let mut rows = vec![Vec::new(); material.case.workload.requests.len()];
     for (row, place) in material.rows.iter().enumerate() {
         if let Some((request, _)) = place {
-            rows[*request].push(Visible::Prefix(material.visible_tokens(row)));
+            rows[*request].push(material.visible(row));
         }
     }
     rows

@@ -198,9 +198,11 @@ pub fn default_profile() -> Profile {
 fn default_operation(kind: OperationKind) -> OperationProfile {
     let attention = Contract::bf16_default(Merge::A2a);
     let contract = match kind {
-        OperationKind::Decode | OperationKind::Verify | OperationKind::Draft | OperationKind::Context => {
-            Some(attention)
-        }
+        OperationKind::Decode
+        | OperationKind::Verify
+        | OperationKind::Draft
+        | OperationKind::Context
+        | OperationKind::AttendSelected => Some(attention),
         OperationKind::MergePartials | OperationKind::MergeStates => {
             Some(Contract { partial: Dtype::F32, ..attention })
         }

@@ -25,13 +25,15 @@ pub(crate) fn gathered_axes(material: &AttentionMaterial, dim: usize) -> Vec<(&'
 /// Row lengths on each rank against the published formulas.
 pub(crate) fn row_lengths(material: &AttentionMaterial, observed: &Observed) -> Result<Comparison, Halt> {
     let (ranks, rows) = (material.ranks(), material.rows.len());
-    let seen = observed.observable("row_lens", Dtype::I32, &[ranks, rows])?.to_i64();
+    // of selected tokens a rank counts those that it owns
+    let name = if material.case.selected.is_some() { "counts" } else { "row_lens" };
+    let seen = observed.observable(name, Dtype::I32, &[ranks, rows])?.to_i64();
     let mut wanted = Vec::with_capacity(ranks * rows);
     for rank in 0..ranks {
         wanted
             .extend((0..rows).map(|row| material.local_visible_tokens(row, material.dcp_rank(rank)) as i64));
     }
-    Ok(Comparison::integers("row_lens", &seen, &wanted))
+    Ok(Comparison::integers(name, &seen, &wanted))
 }
 
 /// Gathered queries against the queries that were given.

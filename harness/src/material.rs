@@ -12,6 +12,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::layout::Layout;
+use shardcheck_references::visibility::Visible;
 
 use crate::accepting::AcceptanceMaterial;
 use crate::delta::KdaMaterial;
@@ -148,6 +149,7 @@ impl AttentionMaterial {
             None => return Err(format!("the engine does not declare {}", operation_of(family))),
         };
         let cast = writes.map_or(&conventions, |operation| &operation.conventions);
+        check_selected(&inputs)?;
         let held_keys = inputs.held_keys(cast);
         let held_values = inputs.held_values(cast);
         let rows = case.workload.rows();
@@ -202,6 +204,7 @@ impl AttentionMaterial {
             stale_keys: vec![whole.stale_keys[request].clone()],
             stale_values: vec![whole.stale_values[request].clone()],
             w_uv: whole.w_uv.clone(),
+            selected: whole.selected.iter().skip(first).take(case.workload.query_rows()).cloned().collect(),
             block_table: self.block_table(request).to_vec(),
             width: whole.width,
         };
@@ -254,7 +257,7 @@ impl AttentionMaterial {
                 Operation::AttendContext { chunk_budget_tokens: self.case.workload.chunk_budget_tokens }
             }
             Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
-            _ => Operation::Layout,
+            _ => self.case.selected.map_or(Operation::Layout, |tokens| tokens.operation()),
         }
     }
 
@@ -277,6 +280,7 @@ impl AttentionMaterial {
         match self.family {
             family if family.brings_new_keys() => self.inputs.attend_context(),
             Family::Decode | Family::Verify | Family::Draft => self.inputs.attend(),
+            Family::AttendSelected => self.inputs.attend_selected(),
             _ => self.inputs.layout(),
         }
     }
@@ -474,8 +478,11 @@ impl AttentionMaterial {
         seen.unwrap_or(self.configuration().attention.value_dim())
     }
 
-    /// Tokens that a row sees in all: 0 for padding.
+    /// Tokens that a row attends to in all: 0 for padding.
     pub fn visible_tokens(&self, row: usize) -> usize {
+        if let Some(own) = self.inputs.selected.get(row) {
+            return own.len();
+        }
         let Some((request, t)) = self.rows[row] else { return 0 };
         let spec = self.case.workload.requests[request];
         match self.family {
@@ -484,8 +491,20 @@ impl AttentionMaterial {
         }
     }
 
-    /// Tokens that a row sees on a rank of its group.
+    /// The tokens that a row attends to.
+    pub fn visible(&self, row: usize) -> Visible {
+        match self.inputs.selected.get(row) {
+            // that they are different was checked when the material was made
+            Some(own) => Visible::set(own.clone()).unwrap_or(Visible::Prefix(0)),
+            None => Visible::Prefix(self.visible_tokens(row)),
+        }
+    }
+
+    /// Tokens that a row attends to on a rank of its group.
     pub fn local_visible_tokens(&self, row: usize, dcp_rank: usize) -> usize {
+        if let Some(own) = self.inputs.selected.get(row) {
+            return own.iter().filter(|position| self.layout.owner(**position) == dcp_rank).count();
+        }
         self.layout.local_len(self.visible_tokens(row), dcp_rank)
     }
 
@@ -559,8 +578,7 @@ impl AttentionMaterial {
             masked_rows: rows.filter(masked).count() as u64,
             shards: (world * self.case.workload.requests.len()) as u64,
             empty_shards: (0..world).map(empty).sum::<usize>() as u64,
-            real_heads: self.heads() >= 32
-                && matches!(self.family, Family::Decode | Family::Verify | Family::Draft | Family::Context),
+            real_heads: self.heads() >= 32 && !matches!(self.family, Family::Layout | Family::Write),
         }
     }
 }
@@ -578,6 +596,20 @@ pub(crate) fn negate_future(inputs: &mut Inputs) {
             tokens[from..].iter_mut().for_each(|value| *value = -*value);
         }
     }
+}
+
+/// Whether each row was given different tokens that it sees: anything else is a case that no engine can be asked.
+fn check_selected(inputs: &Inputs) -> Result<(), String> {
+    let rows = inputs.case.workload.rows();
+    for (row, own) in inputs.selected.iter().enumerate() {
+        let seen = rows[row].map_or(0, |(request, t)| inputs.visible_tokens(request, t));
+        let own = Visible::set(own.clone()).map_err(|error| format!("row {row}: {error}"))?;
+        if own.end() > seen {
+            let last = own.end() - 1;
+            return Err(format!("row {row} is to attend to position {last}, but sees {seen} tokens"));
+        }
+    }
+    Ok(())
 }
 
 #[cfg(test)]

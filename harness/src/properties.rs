@@ -9,6 +9,7 @@ mod identity;
 mod inputs;
 mod kda;
 mod layout;
+mod lists;
 mod merge;
 mod moe;
 mod pcp;
@@ -17,6 +18,7 @@ mod probe;
 mod route;
 mod rules;
 mod segments;
+mod selected;
 mod sequence;
 mod sparse;
 mod stack;
@@ -73,6 +75,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
         sparse::PROPERTIES,
+        selected::PROPERTIES,
         kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,

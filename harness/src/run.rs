@@ -87,7 +87,7 @@ pub(crate) fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
 pub fn has_real_heads(case: &Case) -> bool {
     match &case.body {
         Body::Attention(attention) => {
-            matches!(case.family, Family::Decode | Family::Verify | Family::Draft | Family::Context)
+            !matches!(case.family, Family::Layout | Family::Write)
                 && attention.configuration.total_heads() >= 32
         }
         _ => false,

@@ -64,6 +64,17 @@ impl Inputs {
         tensors
     }
 
+    /// Inputs of [`shardcheck_engine::Operation::AttendSelected`].
+    pub fn attend_selected(&self) -> Tensors {
+        let columns = self.case.selected.map_or(0, |tokens| tokens.top_k);
+        let mut topk = Vec::with_capacity(self.selected.len() * columns);
+        for (row, positions) in self.selected.iter().enumerate() {
+            topk.extend(positions.iter().map(|position| *position as i32));
+            topk.resize((row + 1) * columns, -1);
+        }
+        self.attend().with("topk", Tensor::from_i32(&[self.selected.len(), columns], &topk))
+    }
+
     /// Inputs of [`shardcheck_engine::Operation::AttendContext`]; keys and values of graph-padding rows are NaN.
     pub fn attend_context(&self) -> Tensors {
         let mut new = self.write_new();

@@ -46,6 +46,7 @@ impl AttendPcpCase {
             workload: workload(&self.batch, self.placement),
             probe: self.probe,
             latent_output: self.configuration.attention.is_mla(),
+            selected: None,
         }
     }
 

@@ -40,6 +40,7 @@ impl Turn {
             stale_keys: vec![Vec::new(); requests],
             stale_values: vec![Vec::new(); requests],
             w_uv: up_projection(&case, &draw),
+            selected: Vec::new(),
             block_table,
             width,
             case,

@@ -67,6 +67,7 @@ impl Turn {
             },
             probe: Probe::Gaussian,
             latent_output: sequence.latent_output || (mla && self.kind == RunKind::Prefill),
+            selected: None,
         }
     }
 }

@@ -9,12 +9,12 @@ use crate::covering::covering;
 use crate::{Case, IndexPattern, Placement, Request, SelectCase, Workload, default_blocks};
 
 /// Ranks of the session, ranks of a group, S and B.
-type Layout = (usize, usize, usize, usize);
+pub(super) type Layout = (usize, usize, usize, usize);
 
 /// Requests of a batch, by what they have of k and W.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]
-enum Batch {
+pub(super) enum Batch {
     /// One row each; shorter than k, equal to it, longer, much longer, and one of one token.
     Decode,
     /// Several rows each, a request of no tokens among them, graph padding behind.
@@ -24,7 +24,7 @@ enum Batch {
 }
 
 impl Batch {
-    fn workload(self, k: usize, world: usize, placement: Placement) -> Workload {
+    pub(super) fn workload(self, k: usize, world: usize, placement: Placement) -> Workload {
         let request = |context_tokens: usize, query_tokens: usize| Request { context_tokens, query_tokens };
         let (requests, padded_rows) = match self {
             Self::Decode => (

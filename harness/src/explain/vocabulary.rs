@@ -90,6 +90,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::SelectSparse => {
             "to select the tokens that each row attends to by the scores of an indexer whose keys lie over the ranks"
         }
+        Family::AttendSelected => {
+            "attention of new rows over the tokens that were selected for each, by lists of the slots in which a rank keeps its own"
+        }
         Family::Kda => {
             "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
         }

@@ -14,6 +14,7 @@ const GQA: &str = "decode/tiny-gqa/tp4.dcp4.h2.s4.b8.n8.bf16.a2a.hi_lo/12+1_0+1_
 const CONTEXT: &str =
     "context/tiny-mla/tp2.dcp2.h2.s4.b8.n10.bf16.ag_rs.lat/12+4_0+3_30+2.shuf.c16/gaussian/7";
 const DRAFT: &str = "draft/tiny-mla/tp2.dcp2.h2.s4.b8.n10.bf16.ag_rs/12+4_0+3.shuf/gaussian/7";
+const SELECTED: &str = "attend_selected/tiny-mla/tp4.dcp2.h2.s2.b8.n14.e4m3fn@0.5.a2a.hi_lo.lat/12+3_0+0_7+2.pad2.shuf/k4.packed.ragged/gaussian/7";
 
 fn material(id: &str) -> Box<AttentionMaterial> {
     let case: Case = id.parse().unwrap_or_else(|error| panic!("{error}"));
@@ -224,6 +225,57 @@ fn every_token_has_one_owner_in_each_group_and_its_codes_are_those_of_the_format
     for (code, held) in codes.iter().zip(held) {
         let value = shardcheck_formats::decode(configuration.kv_dtype, *code);
         assert_eq!((value * f64::from(configuration.kv_scale)) as f32, *held);
+    }
+}
+
+#[test]
+fn of_selected_tokens_plain_attention_over_each_set_is_expected_merged_and_per_rank() {
+    let material = material(SELECTED);
+    let (expected, dim) = (material.expected().unwrap(), material.configuration().attention.value_dim());
+    let mut counts = Vec::new();
+    for row in 0..material.rows.len() {
+        let own: Vec<usize> = material.visible(row).positions().collect();
+        counts.push(own.len());
+        assert_eq!(material.visible_tokens(row), own.len());
+        let of_rank = |rank: usize| own.iter().copied().filter(|p| p / 2 % 2 == rank).collect::<Vec<_>>();
+        for head in 0..material.heads() {
+            let state = row * material.heads() + head;
+            for rank in 0..2 {
+                let (own, allowed) = (of_rank(rank), expected.partials[rank].lse[state]);
+                assert_eq!(material.local_visible_tokens(row, rank), own.len());
+                let lse =
+                    if own.is_empty() { f64::NEG_INFINITY } else { plain(&material, row, head, &own).1 };
+                assert!(
+                    allowed.admits(lse) && !allowed.admits(lse.max(-1e9) + 0.01),
+                    "row {row} rank {rank}"
+                );
+            }
+            if own.is_empty() {
+                assert!(expected.lse[state].admits(f64::NEG_INFINITY));
+                assert_eq!(expected.out_interval(state * dim), (0.0, 0.0));
+                continue;
+            }
+            let (out, lse) = plain(&material, row, head, &own);
+            assert!(expected.lse[state].admits(lse) && !expected.lse[state].admits(lse + 0.01));
+            for d in 0..dim {
+                let (low, high) = expected.out_interval(state * dim + d);
+                let rounded = shardcheck_formats::round(Dtype::Bf16, out[d]);
+                assert!(low <= rounded && rounded <= high, "row {row} head {head} dim {d}");
+            }
+        }
+    }
+    assert_eq!(counts[5..], [0, 0], "padding attends to nothing");
+    assert!(counts[..5].iter().any(|count| *count > 1), "{counts:?}");
+}
+
+#[test]
+fn a_row_that_is_given_a_token_twice_or_one_that_it_does_not_see_is_no_case() {
+    let material = material(SELECTED);
+    for (own, named) in [(vec![13], "position 13"), (vec![3, 1, 3], "position 3 is listed twice")] {
+        let mut inputs = material.inputs.clone();
+        inputs.selected[0] = own;
+        let Err(Halt::Inconclusive(why)) = material.with_inputs(inputs) else { panic!("{named}") };
+        assert!(why.contains("row 0") && why.contains(named), "{why}");
     }
 }
 

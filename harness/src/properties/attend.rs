@@ -15,11 +15,12 @@ use crate::material::AttentionMaterial;
 const DECODE: &[Family] = &[Family::Decode];
 const VERIFY: &[Family] = &[Family::Verify];
 const DRAFT: &[Family] = &[Family::Draft];
-const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft];
+const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected];
 
-const CERTIFIED: &str = "certified interval of the declared rounding contract, per element";
-const CERTIFIED_LSE: &str = "certified LSE bound of the declared rounding contract, per row and head";
-const EXACT: &str = "exact: integers";
+pub(super) const CERTIFIED: &str = "certified interval of the declared rounding contract, per element";
+pub(super) const CERTIFIED_LSE: &str =
+    "certified LSE bound of the declared rounding contract, per row and head";
+pub(super) const EXACT: &str = "exact: integers";
 
 macro_rules! attend_property {
     ($id:literal, $families:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
@@ -242,7 +243,7 @@ fn row_lengths(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(comparison.finding(headline, Stage::RowBound, |flat| material.place(flat, &axes)))
 }
 
-fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let comparison = localise::gathered_query(material, laboratory.observed()?)?;
     let axes = localise::gathered_axes(material, material.configuration().attention.qk_dim());
@@ -250,7 +251,7 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(comparison.finding(headline, Stage::Query, |flat| material.place(flat, &axes)))
 }
 
-fn partial_lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn partial_lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let comparison = localise::partial_lse(material, laboratory.observed()?)?;
     let axes = localise::gathered_axes(material, 1);
@@ -258,7 +259,7 @@ fn partial_lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(located(laboratory, &comparison, headline, Stage::Partial, &axes))
 }
 
-fn partial_output(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn partial_output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let comparison = localise::partial_output(material, laboratory.observed()?)?;
     let axes = localise::gathered_axes(material, material.exchanged_dim(laboratory.observed()?));
@@ -321,7 +322,7 @@ pub(super) fn compare_lse(material: &AttentionMaterial, observed: &Observed) -> 
     Ok(comparison)
 }
 
-fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let comparison = compare_output(material, laboratory.observed()?)?;
     if comparison.holds() {
@@ -333,11 +334,14 @@ fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut failure =
         comparison.failure("an output is not global attention", stage, |flat| material.place(flat, &axes));
     failure.notes.extend(localise::notes(material, &comparison, shape[2] * shape[3]));
-    failure.notes.extend(attribute::sentences(laboratory));
+    // a row of selected tokens counts what it was given, which its lists show
+    if material.case.selected.is_none() {
+        failure.notes.extend(attribute::sentences(laboratory));
+    }
     Ok(Finding::Broken(Box::new(failure)))
 }
 
-fn lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
+pub(super) fn lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let comparison = compare_lse(material, laboratory.observed()?)?;
     let shape = material.output_shape();

@@ -12,8 +12,9 @@ use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed, attend};
 use crate::material::AttentionMaterial;
 
-const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft];
-const ATTEND_AND_CONTEXT: &[Family] = &[Family::Decode, Family::Verify, Family::Draft, Family::Context];
+const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected];
+const ATTEND_AND_CONTEXT: &[Family] =
+    &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected, Family::Context];
 const BOUNDS: &str = "sum of the certified bounds of both runs";
 const BITS: &str = "exact: bits";
 
@@ -193,7 +194,7 @@ fn variant(
 }
 
 /// Compares `rows` (row of `a`, row of `b`) of two runs over all ranks.
-fn compare(
+pub(super) fn compare(
     material: &AttentionMaterial,
     a: &Observed,
     other: &AttentionMaterial,

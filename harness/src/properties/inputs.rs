@@ -21,6 +21,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Moe,
         Family::Acceptance,
         Family::SelectSparse,
+        Family::AttendSelected,
         Family::Kda,
         Family::Write,
         Family::Decode,

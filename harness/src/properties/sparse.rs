@@ -3,10 +3,11 @@
 use std::collections::HashSet;
 
 use shardcheck_cases::{Body, Case, Family};
-use shardcheck_engine::{SelectionMode, SlotList};
+use shardcheck_engine::SelectionMode;
 use shardcheck_formats::Dtype;
 use shardcheck_references::sparse::admits;
 
+use super::lists::Lists;
 use super::{Property, always};
 use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
@@ -124,9 +125,7 @@ struct Answer {
     rows: usize,
     top_k: usize,
     topk: Vec<i64>,
-    counts: Vec<i64>,
-    indptr: Vec<i64>,
-    slots: Vec<i64>,
+    lists: Lists,
 }
 
 impl Answer {
@@ -139,9 +138,7 @@ impl Answer {
             rows,
             top_k,
             topk: whole("topk", &[ranks, rows, top_k])?,
-            counts: whole("counts", &[ranks, rows])?,
-            indptr: whole("indptr", &[ranks, rows + 1])?,
-            slots: whole("slots", &[ranks, rows * top_k])?,
+            lists: Lists::read(ranks, (rows, top_k), whole)?,
         })
     }
 
@@ -181,18 +178,6 @@ impl Answer {
             return Err(format!("selects {} tokens where it must select {wanted}", own.len()));
         }
         Ok(own.iter().map(|position| *position as usize).collect())
-    }
-
-    fn count(&self, rank: usize, row: usize) -> i64 {
-        self.counts[rank * self.rows + row]
-    }
-
-    /// The entries that are counted of a rank's list of a row; `None` where the list does not hold so many.
-    fn entries(&self, rank: usize, row: usize) -> Option<&[i64]> {
-        let size = self.rows * self.top_k;
-        let first = usize::try_from(self.indptr[rank * (self.rows + 1) + row]).ok()?;
-        let end = first.checked_add(usize::try_from(self.count(rank, row)).ok()?)?;
-        self.slots[rank * size..(rank + 1) * size].get(first..end)
     }
 }
 
@@ -295,82 +280,26 @@ fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.selecting();
     each(laboratory, Stage::Layout, |answer, rank, row, tokens| {
         let member = material.member(rank);
-        let own = tokens.iter().filter(|token| material.layout.owner(**token) == member).count() as i64;
-        if answer.count(rank, row) != own {
-            return Err(format!("counts {} tokens where it owns {own}", answer.count(rank, row)));
-        }
-        // who lists a token that it does not own?
-        let listed = answer.entries(rank, row).ok_or("counts more entries than its list has")?;
-        if listed.len() != listed.iter().collect::<HashSet<_>>().len() {
-            return Err("lists a token twice".to_owned());
-        }
-        Ok(1 + listed.len())
+        let own = tokens.iter().filter(|token| material.layout.owner(**token) == member).count();
+        answer.lists.count_holds(rank, row, own)
     })
 }
 
 fn slots(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.selecting();
     each(laboratory, Stage::Layout, |answer, rank, row, tokens| {
-        let listed = answer.entries(rank, row).ok_or("counts more entries than its list has")?;
-        let listed: HashSet<i64> = listed.iter().copied().collect();
-        let mut own = HashSet::new();
-        for token in tokens {
-            let Some(slot) = material.slot(row, *token, rank) else { continue };
-            if !listed.contains(&slot) {
-                return Err(format!("position {token} lies in slot {slot}, which is not listed"));
-            }
-            own.insert(slot);
-        }
-        match listed.iter().find(|slot| !own.contains(slot)) {
-            Some(slot) => Err(format!("slot {slot} is listed, where none of its tokens lies")),
-            None => Ok(1 + own.len()),
-        }
+        let with_slot = |token: &usize| material.slot(row, *token, rank).map(|slot| (*token, slot));
+        answer.lists.slots_hold(rank, row, &tokens.iter().filter_map(with_slot).collect::<Vec<_>>())
     })
 }
 
 fn lists(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let (material, answer) = (laboratory.selecting(), Answer::base(laboratory)?);
-    let (rows, top_k, form) = (material.rows(), material.top_k() as i64, material.case.selector.list);
     for rank in 0..material.ranks() {
-        let slots = &answer.slots[rank * rows * answer.top_k..(rank + 1) * rows * answer.top_k];
-        let mut first = 0;
-        for row in 0..=rows {
-            let seen = answer.indptr[rank * (rows + 1) + row];
-            if seen != first {
-                let headline = format!("rank {rank}: the list of row {row} begins at {seen}, not at {first}");
-                return Err(broken(headline, Stage::Layout));
-            }
-            if row == rows {
-                break;
-            }
-            let count = answer.count(rank, row);
-            let fail = |why: String| {
-                Err(broken(format!("rank {rank}, {}: {why}", material.place(row)), Stage::Layout))
-            };
-            if !(0..=top_k).contains(&count) {
-                return fail(format!("counts {count} tokens of {top_k}"));
-            }
-            let entries = match form {
-                SlotList::Padded => top_k,
-                SlotList::Packed => count,
-                SlotList::PackedDummy => count.max(1),
-            };
-            let own = &slots[first as usize..(first + entries) as usize];
-            let (own, behind) = own.split_at(count as usize);
-            if own.iter().any(|slot| *slot < 0) {
-                return fail("has a hole among the entries that it counts".to_owned());
-            }
-            let fill = if form == SlotList::PackedDummy { 0 } else { -1 };
-            if let Some(slot) = behind.iter().find(|slot| **slot != fill) {
-                return fail(format!("has {slot} where {fill} stands for no token"));
-            }
-            first += entries;
-        }
-        if let Some(slot) = slots[first as usize..].iter().find(|slot| **slot != -1) {
-            return Err(broken(format!("rank {rank}: {slot} stands behind the last row"), Stage::Layout));
-        }
+        let holds = answer.lists.form_holds(rank, material.case.selector.list, |row| material.place(row));
+        holds.map_err(|why| broken(format!("rank {rank}, {why}"), Stage::Layout))?;
     }
-    Ok(Finding::Holds(Measured::exact(answer.slots.len() + answer.indptr.len())))
+    Ok(Finding::Holds(Measured::exact(answer.lists.len())))
 }
 
 fn alone(laboratory: &Laboratory) -> Result<Finding, Halt> {

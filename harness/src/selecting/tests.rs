@@ -49,7 +49,8 @@ fn every_fault_of_selecting_fails_every_property_that_it_names_on_the_gate() {
     for fault in faults().iter().filter(|fault| fault.killed_by[0].starts_with("sparse.")) {
         let engine = CpuEngine::with_fault(fault);
         let failed: BTreeSet<&str> = cases.iter().flat_map(|case| failures(&engine, case)).collect();
-        let left: Vec<&str> = fault.killed_by.iter().copied().filter(|id| !failed.contains(id)).collect();
+        let named = fault.killed_by.iter().copied().filter(|id| id.starts_with("sparse."));
+        let left: Vec<&str> = named.filter(|id| !failed.contains(id)).collect();
         if !left.is_empty() {
             unseen.push(format!("{} is not seen by {}, but by {failed:?}", fault.name, left.join(", ")));
         }

@@ -2,9 +2,9 @@
 
 use shardcheck_cases::{
     AcceptanceCase, AttentionCase, Body, CUSTOM_MODEL, Case, Family, KdaCase, MergeCase, Model, Placement,
-    Probe, Request, StateView, default_blocks, patterns,
+    Probe, Request, SelectedTokens, StateView, TokenChoice, default_blocks, patterns,
 };
-use shardcheck_engine::{Attention, CommBackend, LaneOrder};
+use shardcheck_engine::{Attention, CommBackend, LaneOrder, SlotList};
 use shardcheck_formats::Dtype;
 
 use super::size::key;
@@ -257,6 +257,19 @@ fn plain_moves(case: &AttentionCase, add: &mut Add<'_>) {
             c.latent_output = true;
             c.configuration.project_before_merge = false;
         });
+    }
+    if let Some(tokens) = case.selected {
+        let mut select =
+            |change: &dyn Fn(&mut SelectedTokens)| add(&|c| c.selected.iter_mut().for_each(change));
+        for top_k in [1, 2, tokens.top_k / 2, tokens.top_k.saturating_sub(1)] {
+            select(&|own| own.top_k = top_k);
+        }
+        for list in SlotList::ALL {
+            select(&|own| own.list = list);
+        }
+        for choice in TokenChoice::ALL {
+            select(&|own| own.choice = choice);
+        }
     }
     if case.workload.chunk_budget_tokens > 0 {
         for budget in [1, case.configuration.virtual_block_tokens(), 1 << 20] {

@@ -10,7 +10,7 @@ use crate::program::{Outcome, Program};
 /// Threads of a block: several, so that a barrier that is missing shows; few, since they take turns.
 const THREADS: &str = "3";
 /// Families of which all kernels are played.
-const PLAYED: &str = "family(route | moe | pcp)";
+const PLAYED: &str = "family(route | moe | pcp | attend_selected)";
 
 /// Builds the stand-ins into the program's folder; `None` without a compiler.
 fn stand_ins(program: &Program) -> Option<PathBuf> {
@@ -51,13 +51,13 @@ fn play(program: &Program, folder: &Path, arguments: &[&str]) -> Outcome {
 }
 
 #[test]
-fn kernels_of_routers_of_experts_and_of_prefill_answer_the_gate_in_host_memory() {
+fn kernels_of_routers_of_experts_of_prefill_and_of_selected_tokens_answer_the_gate_in_host_memory() {
     let program = Program::new();
     let Some(folder) = stand_ins(&program) else { return };
     let outcome = play(&program, &folder, &["run", "--suite", "gate", "--engine", "cuda", "-E", PLAYED]);
     assert_eq!(outcome.code, Some(0), "{}{}", outcome.out, outcome.err);
     let counts = program.record().counts();
-    assert!(counts.len() == 1 && counts["pass"] >= 178, "{counts:?}");
+    assert!(counts.len() == 1 && counts["pass"] >= 196, "{counts:?}");
 }
 
 #[test]
@@ -72,6 +72,10 @@ fn faults_of_those_kernels_are_killed_in_host_memory() {
         "moe-results-taken-back-in-reverse",
         "pcp-chunk-not-clamped",
         "pcp-restore-without-padding",
+        "selected-rows-share-the-first-list",
+        "selected-dummy-is-attended-to",
+        "selected-empty-row-keeps-the-one-before",
+        "sparse-owner-without-interleave",
     ] {
         arguments.extend(["--fault", fault]);
     }

@@ -1,4 +1,4 @@
-//! Attention of new rows over the cached tokens of their request: decode, verification, draft block.
+//! Attention of new rows over the cached tokens of their request, or over selected ones: decode, verification, draft block.
 
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
 use shardcheck_formats::{Dtype, round_bf16};
@@ -13,6 +13,8 @@ use crate::merge::{Partial, Wire, merge};
 use crate::policies::Policies;
 use crate::query::{HeadShape, rows_of_members, select_heads};
 use crate::route::Route;
+use crate::selected::{Listing, Plan, read_slots};
+use crate::sparse::Lists;
 
 /// Up-projection of every head: `[heads of all ranks, value width, V]`.
 struct UpProjection {
@@ -60,6 +62,8 @@ struct Step<'a> {
     shape: HeadShape,
     up: Option<UpProjection>,
     route: Route,
+    /// Tokens that rows attend to, where they were selected.
+    plan: Option<&'a Plan>,
     policies: &'a Policies,
 }
 
@@ -70,14 +74,14 @@ struct RankAttend {
     gathered: Vec<u16>,
 }
 
-/// Performs the step on all ranks, each with its own metadata.
+/// Performs the step on all ranks, each with its own metadata; rows attend to all that they see, or to a selection of it.
 ///
 /// # Errors
 /// As [`shardcheck_engine::Session::step`].
 pub fn attend(
     (configuration, grids): (&Configuration, Grids),
     caches: &[RankCache],
-    inputs: &Tensors,
+    (inputs, plan): (&Tensors, Option<&Plan>),
     metadata: &[Metadata],
     ranks: Ranks,
     policies: &Policies,
@@ -97,15 +101,17 @@ pub fn attend(
         shape,
         up,
         route: dispatch.run,
+        plan,
         policies,
     };
     let run = run_ranks(ranks, |link| step.run_rank(link, &caches[link.rank]))?;
     let heads =
         (policies.kernel.kernel_heads)(configuration.gathered_heads(), &configuration.kernel_head_widths);
-    let route = match (metadata[0].causal, metadata[0].batch.max_query_len()) {
-        (false, _) => "draft",
-        (true, 0 | 1) => "decode",
-        (true, _) => "verify",
+    let route = match (plan, metadata[0].causal, metadata[0].batch.max_query_len()) {
+        (Some(_), _, _) => "attend_selected",
+        (None, false, _) => "draft",
+        (None, true, 0 | 1) => "decode",
+        (None, true, _) => "verify",
     };
     let effective =
         dispatch.reported.report(configuration.lane_order).with("route", route).with("kernel_heads", heads);
@@ -124,7 +130,9 @@ impl Step<'_> {
             &self.grids.lengths,
             metadata.causal,
         );
-        let latent = self.local_attention(cache, metadata, &gathered, &row_lens)?;
+        let slots = self.selected(link, cache, metadata, &row_lens)?;
+        let row_lens = slots.as_ref().map_or(row_lens, |slots| slots.iter().map(Vec::len).collect());
+        let latent = self.local_attention((cache, slots.as_deref()), metadata, &gathered, &row_lens)?;
         let partial = match &self.up {
             Some(up) if self.route.project_before_merge => {
                 let own = self.shape.own;
@@ -140,6 +148,23 @@ impl Step<'_> {
         }
         self.leave_unwritten(metadata, &mut merged);
         Ok(RankAttend { merged, partial, row_lens, gathered })
+    }
+
+    /// Slots that each row attends to on the rank; none where rows attend to all that they see.
+    fn selected(
+        &self,
+        link: &Link<'_>,
+        cache: &RankCache,
+        metadata: &Metadata,
+        row_lens: &[usize],
+    ) -> Result<Option<Vec<Vec<usize>>>, Stop> {
+        let Some(Plan { selection, lists }) = self.plan else { return Ok(None) };
+        if (self.policies.selected.dense)(&metadata.batch.seq_lens, selection.top_k()) {
+            return Ok(None);
+        }
+        let slots = cache.keys.len() / self.format.key_bytes();
+        let of = listing(self.policies, &self.grids, metadata, row_lens);
+        selection.attended(&lists[link.rank], slots, of).map(Some)
     }
 
     /// Output buffers start as NaN; rows that nobody writes stay so.
@@ -163,10 +188,10 @@ impl Step<'_> {
         (heads.gather)(link, selected, self.shape)
     }
 
-    /// Attention of every gathered head over this rank's tokens, rounded to bf16.
+    /// Attention of every gathered head over this rank's tokens, or over those in the slots of each row, rounded to bf16.
     fn local_attention(
         &self,
-        cache: &RankCache,
+        (cache, slots): (&RankCache, Option<&[Vec<usize>]>),
         metadata: &Metadata,
         query: &[u16],
         row_lens: &[usize],
@@ -187,7 +212,10 @@ impl Step<'_> {
         let mut loaded: Option<(usize, TokenRows)> = None;
         for row in 0..rows {
             let request = refs[row].map_or(0, |r| r.request);
-            if row_lens[row] > 0 && loaded.as_ref().is_none_or(|(of, _)| *of != request) {
+            if let Some(slots) = slots {
+                let policies = (&self.policies.cache, &self.policies.selected);
+                loaded = Some((request, read_slots(cache, &slots[row], policies, format)));
+            } else if row_lens[row] > 0 && loaded.as_ref().is_none_or(|(of, _)| *of != request) {
                 let count = longest(&refs, row_lens, request);
                 loaded = Some((request, self.tokens_of(cache, metadata, request, count)?));
             }
@@ -240,18 +268,44 @@ impl Step<'_> {
         let join = |part: fn(&RankAttend) -> &[f32]| {
             results.iter().flat_map(|r| part(r).to_vec()).collect::<Vec<_>>()
         };
-        let row_lens: Vec<i32> =
-            results.iter().flat_map(|r| r.row_lens.iter().map(|len| *len as i32)).collect();
         let gathered: Vec<u16> = results.iter().flat_map(|r| r.gathered.iter().copied()).collect();
         let f32s = |shape: &[usize], values: Vec<f32>| Tensor::from_f32(Dtype::F32, shape, &values);
-        let outputs = Tensors::new()
+        let mut outputs = Tensors::new()
             .with("out", Tensor::from_f32(Dtype::Bf16, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
             .with("lse", f32s(&[ranks, rows, own], join(|r| &r.merged.lse)))
             .with("partial_out", f32s(&[ranks, rows, heads, partial_dim], join(|r| &r.partial.out)))
             .with("partial_lse", f32s(&[ranks, rows, heads], join(|r| &r.partial.lse)))
-            .with("row_lens", Tensor::from_i32(&[ranks, rows], &row_lens))
             .with("gathered_query", bf16_tensor(&[ranks, rows, heads, self.shape.dim], &gathered));
+        let Some(Plan { selection, lists }) = self.plan else {
+            let row_lens = results.iter().flat_map(|rank| rank.row_lens.iter().map(|len| *len as i32));
+            let row_lens: Vec<i32> = row_lens.collect();
+            outputs.insert("row_lens", Tensor::from_i32(&[ranks, rows], &row_lens));
+            return (outputs, run.collectives);
+        };
+        let of = |part: fn(&Lists) -> &Vec<i32>| lists.iter().flat_map(part).copied().collect::<Vec<_>>();
+        let entries = rows * selection.top_k();
+        outputs.insert("counts", Tensor::from_i32(&[ranks, rows], &of(|lists| &lists.counts)));
+        outputs.insert("indptr", Tensor::from_i32(&[ranks, rows + 1], &of(|lists| &lists.indptr)));
+        outputs.insert("slots", Tensor::from_i32(&[ranks, entries], &of(|lists| &lists.slots)));
         (outputs, run.collectives)
+    }
+}
+
+/// What the lists of a rank are made by.
+pub fn listing<'a>(
+    policies: &'a Policies,
+    grids: &'a Grids,
+    metadata: &'a Metadata,
+    row_lens: &'a [usize],
+) -> Listing<'a> {
+    Listing {
+        batch: &metadata.batch,
+        grid: &grids.slots,
+        member: metadata.member,
+        row_lens,
+        layout: &policies.layout,
+        sparse: &policies.sparse,
+        selected: &policies.selected,
     }
 }
 

@@ -20,6 +20,7 @@ mod router;
 mod rows;
 mod scales;
 mod segments;
+mod selected;
 mod settings;
 mod shared_rows;
 mod small;
@@ -179,6 +180,7 @@ pub fn faults() -> &'static [Fault] {
             moe::FAULTS,
             acceptance::FAULTS,
             sparse::FAULTS,
+            selected::FAULTS,
             kda::FAULTS,
             stack::FAULTS,
         ]

@@ -30,6 +30,7 @@ mod query;
 mod route;
 mod router;
 mod rules;
+mod selected;
 mod session;
 mod sparse;
 mod stack;

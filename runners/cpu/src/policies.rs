@@ -17,6 +17,7 @@ use crate::prefill::attention::PcpPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
+use crate::selected::SelectedPolicies;
 use crate::sparse::SparsePolicies;
 use crate::stack::StackPolicies;
 use crate::states::SegmentPolicies;
@@ -98,6 +99,8 @@ pub struct Policies {
     pub acceptance: AcceptancePolicies,
     /// Selection of tokens.
     pub sparse: SparsePolicies,
+    /// Attention over selected tokens.
+    pub selected: SelectedPolicies,
     /// Kimi delta attention.
     pub kda: KdaPolicies,
     /// Whole transformers.
@@ -124,6 +127,7 @@ impl Policies {
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
+        selected: SelectedPolicies::HEALTHY,
         kda: KdaPolicies::HEALTHY,
         stack: StackPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,

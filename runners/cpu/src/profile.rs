@@ -41,7 +41,10 @@ fn attention_contract() -> Contract {
 
 fn operation(kind: OperationKind) -> OperationProfile {
     let contract = match kind {
-        OperationKind::Decode | OperationKind::Verify | OperationKind::Draft => Some(attention_contract()),
+        OperationKind::Decode
+        | OperationKind::Verify
+        | OperationKind::Draft
+        | OperationKind::AttendSelected => Some(attention_contract()),
         OperationKind::Context
         | OperationKind::AttendPcp
         | OperationKind::MergePartials
@@ -117,7 +120,7 @@ mod tests {
         assert_eq!(attention.depth, Depth::PerTile { tile: TILE_TOKENS, extra: 24 });
         assert_eq!((attention.kexp, attention.tile_min), (2.0, TILE_TOKENS));
         assert_eq!((attention.partial, attention.output), (Dtype::Bf16, Dtype::Bf16));
-        for kind in [OperationKind::Verify, OperationKind::Draft] {
+        for kind in [OperationKind::Verify, OperationKind::Draft, OperationKind::AttendSelected] {
             assert_eq!(contract(kind).as_ref(), Some(&attention), "{kind}");
         }
         let unrounded = Contract { partial: Dtype::F32, ..attention };

@@ -4,14 +4,14 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::Duration;
 
 use shardcheck_engine::{
-    Answer, Configuration, EngineError, Mask, Operation, Reply, Session, StackPlan, Tensors,
+    Answer, Configuration, EngineError, Mask, Operation, Reply, Session, SlotList, StackPlan, Tensors,
 };
 
 use crate::acceptance::accept_drafts;
-use crate::attend::attend;
+use crate::attend::{attend, listing};
 use crate::batch::{Batch, BlockTable, query_rows};
 use crate::cache::RankCache;
-use crate::communicator::{Ranks, panic_text};
+use crate::communicator::{Ranks, Stop, panic_text};
 use crate::context::attend_context;
 use crate::derive::derive;
 use crate::experts;
@@ -22,6 +22,7 @@ use crate::policies::{Policies, TableUse};
 use crate::prefill::attention::attend_pcp;
 use crate::prefill::{Split, share_out};
 use crate::router::route;
+use crate::selected::{Plan, Plans, Selection};
 use crate::sparse;
 use crate::stack::{Scene, StackMemory, forward};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
@@ -50,6 +51,8 @@ struct Group {
     kda: KdaMemory,
     /// Caches of the layers of a stack.
     stack: StackMemory,
+    /// Selections that layers may share.
+    plans: Plans,
 }
 
 impl CpuSession {
@@ -70,6 +73,7 @@ impl CpuSession {
             table: None,
             kda: KdaMemory::default(),
             stack: StackMemory::default(),
+            plans: Plans::default(),
             configuration: configuration.clone(),
         };
         Self {
@@ -148,7 +152,10 @@ impl Group {
                 batch.table = self.used(TableUse::Attend, batch.table, other, policies);
                 let metadata = self.recall(StepKind::Attend, batch, mask == Mask::Causal, policies);
                 let shape = (&self.configuration, self.grids);
-                attend(shape, &self.caches, inputs, &metadata, ranks, policies)
+                attend(shape, &self.caches, (inputs, None), &metadata, ranks, policies)
+            }
+            Operation::AttendSelected { list, shared } => {
+                self.attend_selected(inputs, (list, shared), other, ranks, policies)
             }
             Operation::AttendContext { chunk_budget_tokens } => {
                 let rows = query_rows(inputs, configuration)?;
@@ -214,6 +221,56 @@ impl Group {
         forward(&scene, inputs, plan, &mut self.stack)
     }
 
+    /// Attention over selected tokens: those of the step, or those that a layer before it left.
+    fn attend_selected(
+        &mut self,
+        inputs: &Tensors,
+        (list, shared): (SlotList, bool),
+        other: Option<&BlockTable>,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let rows = query_rows(inputs, &self.configuration)?;
+        let mut batch = Batch::read(inputs, "seq_lens", Some(rows), self.configuration.blocks)?;
+        let own = if shared { None } else { Some(Selection::read(inputs, &batch, list)?) };
+        batch.table = self.used(TableUse::Attend, batch.table, other, policies);
+        let metadata = self.recall(StepKind::Attend, batch, true, policies);
+        let plan = self.plan(own, (rows, list), &metadata, policies)?;
+        let shape = (&self.configuration, self.grids);
+        attend(shape, &self.caches, (inputs, Some(&plan)), &metadata, ranks, policies)
+    }
+
+    /// The plan that a step over selected tokens goes by: of its own selection, or of that of a layer before it.
+    fn plan(
+        &mut self,
+        own: Option<Selection>,
+        (rows, list): (usize, SlotList),
+        metadata: &[Metadata],
+        policies: &Policies,
+    ) -> Result<Plan, EngineError> {
+        let Some(selection) = own else {
+            let plan = (policies.selected.shared)(&self.plans);
+            let plan = plan.filter(|plan| plan.selection.is_of(rows, list)).cloned();
+            let text = || format!("no layer before has a selection for {rows} rows, listed {list}");
+            return plan.ok_or_else(|| EngineError::Crash { text: text() });
+        };
+        let lists_of = |metadata: &Metadata| {
+            let grid = &self.grids.lengths;
+            let row_lens =
+                metadata.batch.row_lens(&policies.layout, metadata.member % grid.world, grid, true);
+            selection.lists(listing(policies, &self.grids, metadata, &row_lens))
+        };
+        // lists wait for no other rank
+        let failed = |stop| match stop {
+            Stop::Failed(error) => error,
+            Stop::Peer => EngineError::Crash { text: "a list of slots was given up".to_owned() },
+        };
+        let lists = metadata.iter().map(lists_of).collect::<Result<_, Stop>>().map_err(failed)?;
+        let plan = (policies.selected.renewed)(&self.plans, Plan { selection, lists });
+        self.plans.keep(&plan);
+        Ok(plan)
+    }
+
     /// The block table that a step uses, given its own, which is kept for the other group's faults.
     fn used(
         &mut self,
@@ -258,6 +315,6 @@ impl Session for CpuSession {
 fn is_attention(operation: &Operation) -> bool {
     match operation {
         Operation::InGroup { step, .. } => is_attention(step),
-        operation => matches!(operation, Operation::Attend { .. }),
+        operation => matches!(operation, Operation::Attend { .. } | Operation::AttendSelected { .. }),
     }
 }

@@ -4,6 +4,8 @@
 //! Scores: DeepSeek-V3.2 (`fp8_mqa_logits`). Exchange, partition and compaction: ATOM `merge_dcp_topk`, `dcp_sparse_filter`; vLLM
 //! `merge_dcp_topk_global`, `filter_and_convert_dcp_index`. 32-bit scores; of equal ones the candidate of the lower rank, then the older.
 
+mod lists;
+
 use shardcheck_engine::{
     Configuration, EffectivePath, EngineError, Reply, SelectionMode, Selector, SlotList, Tensor, Tensors,
 };
@@ -12,6 +14,8 @@ use shardcheck_formats::Dtype;
 use crate::batch::{Batch, wrong_shape};
 use crate::communicator::{Link, Ranks, Stop, run_ranks};
 use crate::grid::{Grid, LayoutPolicies, RowRef, Sight};
+
+pub use lists::{Form, Lists, Slots};
 
 /// Most scores of a reply: a long prefill has more than anyone looks at.
 const MAX_SCORES: usize = 1 << 22;
@@ -147,9 +151,7 @@ struct Step<'a> {
 #[derive(Default)]
 struct Listed {
     topk: Vec<i32>,
-    counts: Vec<i32>,
-    indptr: Vec<i32>,
-    slots: Vec<i32>,
+    lists: Lists,
     scores: Vec<f32>,
 }
 
@@ -171,9 +173,9 @@ pub fn select(
     let flat = |of: fn(&Listed) -> &[i32]| run.results.iter().flat_map(of).copied().collect::<Vec<_>>();
     let mut outputs = Tensors::new()
         .with("topk", Tensor::from_i32(&[count, rows, k], &flat(|rank| &rank.topk)))
-        .with("counts", Tensor::from_i32(&[count, rows], &flat(|rank| &rank.counts)))
-        .with("indptr", Tensor::from_i32(&[count, rows + 1], &flat(|rank| &rank.indptr)))
-        .with("slots", Tensor::from_i32(&[count, rows * k], &flat(|rank| &rank.slots)));
+        .with("counts", Tensor::from_i32(&[count, rows], &flat(|rank| &rank.lists.counts)))
+        .with("indptr", Tensor::from_i32(&[count, rows + 1], &flat(|rank| &rank.lists.indptr)))
+        .with("slots", Tensor::from_i32(&[count, rows * k], &flat(|rank| &rank.lists.slots)));
     if step.returns_scores(count) {
         let scores: Vec<f32> = run.results.iter().flat_map(|rank| rank.scores.iter().copied()).collect();
         let shape = [count, rows, step.most_local()];
@@ -249,7 +251,7 @@ impl<'a> Step<'a> {
     fn on_rank(&self, link: &Link<'_>) -> Result<Listed, Stop> {
         let (policies, world) = (self.policies, link.world);
         let each = (policies.candidates)(self.selector.top_k, world);
-        let mut listed = Listed { indptr: vec![0], ..Listed::default() };
+        let mut listed = Listed::default();
         let mut own = Vec::with_capacity(self.batch.rows * each);
         for row in 0..self.batch.rows {
             let source = (policies.row)(row, self.batch.real_rows());
@@ -285,7 +287,7 @@ impl<'a> Step<'a> {
                 chosen.into_iter().map(|index| pool[index].position).filter(|position| *position >= 0);
             self.add(link, row, &chosen.collect::<Vec<_>>(), &mut listed)?;
         }
-        listed.slots.resize(self.batch.rows * self.selector.top_k, -1);
+        listed.lists = listed.lists.finished(self.form());
         Ok(listed)
     }
 
@@ -327,29 +329,21 @@ impl<'a> Step<'a> {
 
     /// Adds the tokens of a row to what the rank answers.
     fn add(&self, link: &Link<'_>, row: usize, chosen: &[i64], listed: &mut Listed) -> Result<(), Stop> {
-        let (policies, grid, k) = (self.policies, &self.grid, self.selector.top_k);
-        let slot = |position: &i64| -> Result<Option<i32>, Stop> {
-            let position = *position as usize;
-            let Some(of) = self.rows[row].filter(|_| (policies.owns)(position, link.member, grid)) else {
-                return Ok(None);
-            };
-            let block = self.batch.table.block(of.request, (policies.entry)(position, grid), self.layout)?;
-            Ok(Some((block * grid.block + (policies.offset)(position, grid)) as i32))
+        let k = self.selector.top_k;
+        let slots =
+            Slots { grid: &self.grid, batch: self.batch, layout: self.layout, policies: self.policies };
+        let slot = |position: &i64| match self.rows[row] {
+            Some(of) => slots.of(of.request, *position as usize, link.member),
+            None => Ok(None),
         };
-        let slots = chosen.iter().map(slot).collect::<Result<Vec<_>, Stop>>()?;
-        let own = slots.iter().flatten().count();
-        let mut list = (policies.list)(slots);
-        list.resize(
-            (policies.entries)(list.len(), k, self.selector.list),
-            (policies.empty_entry)(self.selector.list),
-        );
+        let tokens = chosen.iter().map(slot).collect::<Result<Vec<_>, Stop>>()?;
         listed.topk.extend(chosen.iter().map(|position| *position as i32).take(k));
         listed.topk.resize((row + 1) * k, -1);
-        listed.counts.push((policies.count)(own) as i32);
-        listed.slots.extend(list);
-        // a list beyond the tensor is cut, as a kernel with a bound of its own would
-        listed.slots.truncate(self.batch.rows * k);
-        listed.indptr.push(listed.slots.len() as i32);
+        listed.lists.add(tokens, self.form(), self.policies);
         Ok(())
+    }
+
+    fn form(&self) -> Form {
+        Form { rows: self.batch.rows, top_k: self.selector.top_k, list: self.selector.list }
     }
 }

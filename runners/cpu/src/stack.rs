@@ -407,7 +407,7 @@ impl Step<'_> {
             self.scene.metadata.iter().map(|own| self.in_layer(layer, own)).collect();
         let source = (policies.stack.cache)(TableUse::Attend, layer);
         let caches = &memory.layers[source].caches;
-        let reply = attend((configuration, grids), caches, &inputs, &metadata, ranks, policies)?;
+        let reply = attend((configuration, grids), caches, (&inputs, None), &metadata, ranks, policies)?;
         passage.count(&reply.collectives);
         Ok(reply.outputs.get("out")?.to_f32())
     }

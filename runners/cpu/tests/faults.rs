@@ -64,6 +64,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sparse", "slots") => all(&["sparse"], &["slots"]),
         ("sparse", "lists") => all(&["sparse"], &["indptr", "slots"]),
         ("sparse", _) => all(&["sparse"], &["topk"]),
+        ("selected", what) => parts_of_selected(what),
         ("route", "weights") => all(&["route"], &["topk_weights"]),
         ("route", _) | ("moe", "routing") => all(&[family], &["topk_ids", "topk_weights"]),
         ("moe", "slices") => all(&["moe"], &["slice_rows"]),
@@ -117,6 +118,20 @@ fn parts_of_prefill(family: &str, what: &str) -> Vec<String> {
         _ => &["out"],
     };
     names.iter().map(|name| format!("{family}.{name}")).collect()
+}
+
+/// Parts that show attention over selected tokens.
+fn parts_of_selected(what: &str) -> Vec<String> {
+    let parts: &[&str] = match what {
+        "lists" => &["selected.counts", "selected.indptr", "selected.slots"],
+        "partial-lse" => &["selected.partial_lse"],
+        "partial-output" => &["selected.partial_out"],
+        "query" => &["selected.gathered_query"],
+        "lse" => &["selected.lse"],
+        "shared" => &["shared.out"],
+        _ => &["selected.out"],
+    };
+    parts.iter().map(|part| (*part).to_owned()).collect()
 }
 
 /// The battery, and what the healthy engine shows in each of its trials.

@@ -10,6 +10,7 @@ use crate::caches::{Caches, check};
 use crate::exchange::{Backend, MergeBuffers, MergeShape, Route, Wire};
 use crate::layout::row_metadata;
 use crate::queue::{Argument, Buffer, Extent, Queue};
+use crate::selected::{ListedPart, ListingShape};
 use crate::shape::{Shape, head_blocks};
 use crate::team::{Absence, Seat, Team};
 
@@ -89,6 +90,8 @@ pub struct Bucket {
     pub segments: usize,
     /// Whether there is an up-projection.
     pub projects: bool,
+    /// Lists of selected tokens that rows attend to, where there are any.
+    pub listing: Option<ListingShape>,
 }
 
 /// Everything of a step that lies on the devices.
@@ -117,6 +120,7 @@ pub struct Part {
     kernel_query: Buffer,
     row_lens: Buffer,
     row_requests: Buffer,
+    pub listed: Option<ListedPart>,
     max: Buffer,
     sum: Buffer,
     acc: Buffer,
@@ -155,10 +159,11 @@ impl Step {
 
     /// The facts of its path.
     pub fn report(&self, order: LaneOrder) -> EffectivePath {
+        let kernel = if self.bucket.listing.is_some() { "listed" } else { self.kernel.name() };
         self.route
             .report(order)
             .with("kernel_heads", self.width)
-            .with("kernel", self.kernel.name())
+            .with("kernel", kernel)
             .with("segments", self.bucket.segments)
     }
 
@@ -276,6 +281,7 @@ impl Part {
             kernel_query: queue.allocate(at * width * key_dim * 2)?,
             row_lens: queue.allocate(4 * at)?,
             row_requests: queue.allocate(4 * bucket.rows)?,
+            listed: bucket.listing.map(|of| ListedPart::allocate(queue, of, shape.ranks)).transpose()?,
             max: queue.allocate(4 * bucket.segments * at * width)?,
             sum: queue.allocate(4 * bucket.segments * at * width)?,
             acc: queue.allocate(4 * bucket.segments * at * width * value_dim)?,
@@ -305,7 +311,7 @@ impl Part {
         for buffer in [&self.out, &self.lse, &self.max, &self.sum, &self.row_lens] {
             queue.fill(buffer, 0xFF)?;
         }
-        Ok(())
+        self.listed.as_ref().map_or(Ok(()), |listed| listed.poison(queue))
     }
 
     fn own_partial(&self) -> &Buffer {
@@ -365,6 +371,10 @@ impl Part {
     /// # Errors
     /// What the driver says.
     pub fn local_attention(&self, queue: &Arc<Queue>, caches: &Caches) -> Result<(), EngineError> {
+        if let Some(listed) = &self.listed {
+            self.attend_listed(queue, caches, listed)?;
+            return self.finish(queue, &listed.lens, 1.0);
+        }
         let (rows, segments) = (self.bucket.rows, self.bucket.segments);
         let at = self.shape.ranks as usize * rows;
         let counts = [Argument::Int(rows as i32), Argument::Int(segments as i32)];
@@ -405,15 +415,48 @@ impl Part {
         queue.launch(name, extent, &arguments)?;
         // the latent kernel multiplies codes; its sums still lack the scale of the values
         let factor = if self.kernel == Kernel::Plain { 1.0 } else { self.shape.kv_scale };
+        self.finish(queue, &self.row_lens, factor)
+    }
+
+    /// Enqueues the partial that comes of the segments of rows of so many tokens.
+    fn finish(&self, queue: &Arc<Queue>, lens: &Buffer, factor: f32) -> Result<(), EngineError> {
+        let (rows, segments) = (self.bucket.rows, self.bucket.segments);
         let arguments = [
-            &[session, self.row_lens.argument()],
-            &counts[..],
-            &[Argument::Float(factor)],
-            &statistics,
-            &[self.latent.argument(), self.partial_lse.argument()],
+            Argument::Shape(self.shape),
+            lens.argument(),
+            Argument::Int(rows as i32),
+            Argument::Int(segments as i32),
+            Argument::Float(factor),
+            self.max.argument(),
+            self.sum.argument(),
+            self.acc.argument(),
+            self.latent.argument(),
+            self.partial_lse.argument(),
+        ];
+        let at = self.shape.ranks as usize * rows;
+        queue.launch("finish_segments", Extent::blocks(at, self.shape.heads as usize, 1), &arguments)
+    }
+
+    /// Enqueues the lists of the ranks and the attention of the gathered heads over them.
+    fn attend_listed(
+        &self,
+        queue: &Arc<Queue>,
+        caches: &Caches,
+        listed: &ListedPart,
+    ) -> Result<(), EngineError> {
+        let batch = [&self.metadata.header, &self.metadata.table, &self.metadata.starts];
+        listed.make(queue, self.shape, batch, [&self.row_lens, &self.row_requests, &self.error])?;
+        let arguments = [
+            &listed.session(self.shape)[..],
+            &[self.metadata.header.argument(), self.metadata.starts.argument()],
+            &listed.lists(),
+            &[self.kernel_query.argument(), caches.keys.argument()],
+            &[self.max.argument(), self.sum.argument(), self.acc.argument(), self.error.argument()],
         ]
         .concat();
-        queue.launch("finish_segments", Extent::blocks(at, self.shape.heads as usize, 1), &arguments)
+        let at = self.shape.ranks as usize * self.bucket.rows;
+        let extent = Extent::blocks(at, Kernel::Plain.blocks_of_heads(&self.shape), 1);
+        queue.launch("list_attend", extent, &arguments)
     }
 
     fn project(
@@ -471,13 +514,16 @@ impl Part {
             read(&stripped, Dtype::Bf16, &[ranks, rows, heads, key_dim])?
         };
         let wide = self.widened(queue, partial, ranks * self.bucket.rows * heads * partial_dim)?;
-        Ok(Tensors::new()
+        let outputs = Tensors::new()
             .with("out", read(&self.out, Dtype::Bf16, &[ranks, rows, own, out_dim])?)
             .with("lse", read(&self.lse, Dtype::F32, &[ranks, rows, own])?)
             .with("partial_out", read(&wide, Dtype::F32, &[ranks, rows, heads, partial_dim])?)
             .with("partial_lse", read(&self.partial_lse, Dtype::F32, &[ranks, rows, heads])?)
-            .with("row_lens", read(&self.row_lens, Dtype::I32, &[ranks, rows])?)
-            .with("gathered_query", queries))
+            .with("gathered_query", queries);
+        match &self.listed {
+            Some(listed) => listed.with_lists(queue, self.shape, outputs),
+            None => Ok(outputs.with("row_lens", read(&self.row_lens, Dtype::I32, &[ranks, rows])?)),
+        }
     }
 
     /// bf16 values as f32.

@@ -22,6 +22,7 @@ mod question;
 mod queue;
 mod readings;
 mod router;
+mod selected;
 mod session;
 mod shape;
 mod sharing;

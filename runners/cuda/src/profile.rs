@@ -108,7 +108,10 @@ fn experts_contract() -> Contract {
 
 fn operation(kind: OperationKind) -> OperationProfile {
     let contract = match kind {
-        OperationKind::Decode | OperationKind::Verify | OperationKind::Draft => Some(attention_contract()),
+        OperationKind::Decode
+        | OperationKind::Verify
+        | OperationKind::Draft
+        | OperationKind::AttendSelected => Some(attention_contract()),
         OperationKind::Context | OperationKind::MergePartials | OperationKind::MergeStates => {
             Some(plain_contract())
         }

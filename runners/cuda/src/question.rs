@@ -1,10 +1,11 @@
 //! What an attention step is asked, and what it answers.
 
-use shardcheck_engine::{Configuration, EngineError, Reply, Tensors};
+use shardcheck_engine::{Configuration, EngineError, Reply, SlotList, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::attend::Step;
 use crate::batch::{Batch, bytes_of, contiguous, query_rows};
+use crate::selected::Selection;
 use crate::session::ReplayFault;
 use crate::shape::Shape;
 use crate::team::{Seat, Team};
@@ -15,6 +16,8 @@ pub struct Question {
     pub causal: bool,
     pub query: Vec<u8>,
     pub w_uv: Option<Vec<u8>>,
+    /// Tokens that rows attend to, where they were selected.
+    pub selection: Option<Selection>,
 }
 
 impl Question {
@@ -33,7 +36,25 @@ impl Question {
             Some(_) => Some(contiguous(inputs, "w_uv", Dtype::Bf16, &weights)?),
             None => None,
         };
-        Ok(Self { batch, causal, query, w_uv })
+        Ok(Self { batch, causal, query, w_uv, selection: None })
+    }
+
+    /// Reads the inputs of a step over selected tokens, its own or those of a layer before it.
+    ///
+    /// # Errors
+    /// As [`Self::read`], and for rows that are given what they do not see.
+    pub fn read_selected(
+        inputs: &Tensors,
+        configuration: &Configuration,
+        list: SlotList,
+        shared: Option<Selection>,
+    ) -> Result<Self, EngineError> {
+        let question = Self::read(inputs, configuration, true)?;
+        let selection = match shared {
+            Some(selection) => Some(selection.of_rows(question.batch.rows)?),
+            None => Some(Selection::read(inputs, &question.batch, list)?),
+        };
+        Ok(Self { selection, ..question })
     }
 
     /// Most tokens that a row sees on a rank, and those of all rows on all ranks, at most.
@@ -80,6 +101,9 @@ impl Question {
             if fault != Some(ReplayFault::Table) {
                 queue.write(&part.metadata.table, &bytes_of(&self.batch.table))?;
             }
+            if let (Some(selection), Some(listed)) = (&self.selection, &part.listed) {
+                queue.write(&listed.topk, &bytes_of(&selection.topk))?;
+            }
             queue.write(&part.query, &self.query)?;
             queue.write(&part.w_uv, self.w_uv.as_deref().unwrap_or_default())?;
         }
@@ -109,10 +133,11 @@ impl Question {
     ) -> Result<Reply, EngineError> {
         team.settle()?;
         let outputs = step.outputs(team, self.batch.rows)?;
-        let route = match (self.causal, self.batch.max_query_len()) {
-            (false, _) => "draft",
-            (true, 0 | 1) => "decode",
-            (true, _) => "verify",
+        let route = match (&self.selection, self.causal, self.batch.max_query_len()) {
+            (Some(_), _, _) => "attend_selected",
+            (None, false, _) => "draft",
+            (None, true, 0 | 1) => "decode",
+            (None, true, _) => "verify",
         };
         let effective = step.report(configuration.lane_order).with("route", route);
         let collectives = team.entered(step.collectives());

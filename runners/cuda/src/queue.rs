@@ -10,6 +10,7 @@ use shardcheck_engine::EngineError;
 use crate::device::{Device, failure};
 use crate::experts::LayerShape;
 use crate::router::RouterShape;
+use crate::selected::ListingShape;
 use crate::shape::{Group, Shape};
 use crate::sharing::SplitShape;
 
@@ -36,6 +37,8 @@ pub enum Argument {
     Router(RouterShape),
     /// `Layer`, by value.
     Layer(LayerShape),
+    /// `Listing`, by value.
+    Listing(ListingShape),
     /// `Split`, by value.
     Split(SplitShape),
     /// A pointer into the device's memory.
@@ -310,6 +313,7 @@ impl Queue {
                 Argument::Shape(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Router(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Layer(value) => std::ptr::from_ref(value) as *mut c_void,
+                Argument::Listing(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Split(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Pointer(value) => std::ptr::from_ref(value) as *mut c_void,
                 Argument::Int(value) => std::ptr::from_ref(value) as *mut c_void,

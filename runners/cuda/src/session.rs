@@ -15,6 +15,7 @@ use crate::layout::derive;
 use crate::question::Question;
 use crate::queue::{Graph, Queue};
 use crate::router::route;
+use crate::selected::Selection;
 use crate::shape::Shape;
 use crate::sharing::{Split, share_out};
 use crate::states::{merge_partials, merge_segments, merge_states, pack_lse};
@@ -98,6 +99,8 @@ struct Group {
     team: Team,
     /// Rows of the first attention step.
     first_rows: Option<usize>,
+    /// Tokens of the last layer that had a selection of its own.
+    selection: Option<Selection>,
 }
 
 impl CudaSession {
@@ -116,6 +119,13 @@ impl CudaSession {
     }
 }
 
+impl CudaSession {
+    /// Whether a KV group holds latents, where there is such a group.
+    fn attends_latents(&self, number: usize) -> bool {
+        self.groups.get(number).is_none_or(|group| group.configuration.attention.is_mla())
+    }
+}
+
 impl Group {
     fn new(
         queues: &[Arc<Queue>],
@@ -125,7 +135,16 @@ impl Group {
         let Setting { graphs, fault, absence, fabric } = setting.clone();
         let team = Team::new(queues.to_vec(), &configuration, fabric, absence);
         let caches = team.each(|seat| Caches::unwritten(seat, &configuration))?;
-        Ok(Self { configuration, graphs, fault, captured: HashMap::new(), caches, team, first_rows: None })
+        Ok(Self {
+            configuration,
+            graphs,
+            fault,
+            captured: HashMap::new(),
+            caches,
+            team,
+            first_rows: None,
+            selection: None,
+        })
     }
 
     fn perform(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Reply, EngineError> {
@@ -144,6 +163,13 @@ impl Group {
                     Graphs::Off => self.attend(&question),
                     Graphs::On => self.replay(&question),
                 }
+            }
+            Operation::AttendSelected { list, shared } => {
+                // lists grow with the batch, so no graph is captured for them
+                let own = if shared { self.selection.clone() } else { None };
+                let question = Question::read_selected(inputs, configuration, list, own)?;
+                self.selection.clone_from(&question.selection);
+                self.attend(&question)
             }
             Operation::AttendContext { chunk_budget_tokens } => {
                 attend_context(team, configuration, caches, inputs, chunk_budget_tokens)
@@ -179,8 +205,12 @@ impl Group {
             requests: question.batch.requests(),
             entries: question.batch.table.len(),
             // those of one device, however many there are: a row's sums don't depend on who plays the ranks
-            segments: kernel.segments(&team.first().queue, &whole, rows, longest, total),
+            segments: match question.selection {
+                Some(_) => 1,
+                None => kernel.segments(&team.first().queue, &whole, rows, longest, total),
+            },
             projects: question.w_uv.is_some(),
+            listing: question.selection.as_ref().map(|selection| selection.shape),
         };
         let step = Step::allocate(team, &self.configuration, bucket)?;
         question.ask(team, &step)?;
@@ -204,6 +234,7 @@ impl Group {
             entries: question.batch.table.len().next_power_of_two(),
             segments: kernel.segments(queue, &whole, rows, longest, total),
             projects: question.w_uv.is_some(),
+            listing: None,
         };
         let seen = self.captured.contains_key(&bucket);
         if !seen {
@@ -258,6 +289,9 @@ impl Session for CudaSession {
             }
             Operation::AttendPcp { .. } => {
                 return unsupported("no kernel attends for rows that are shared out".to_owned());
+            }
+            Operation::AttendSelected { .. } if !self.attends_latents(number) => {
+                return unsupported("the kernel of selected tokens is that of MLA".to_owned());
             }
             Operation::Kda { .. } => return unsupported("there are no kernels of KDA".to_owned()),
             Operation::Forward { .. } => {

@@ -45,7 +45,13 @@ impl Decode {
             at += take;
         }
         let query = words.take(lens.len() * configuration.total_heads() * configuration.attention.qk_dim());
-        let question = Question { batch: batch_of(&configuration, lens), causal: true, query, w_uv: None };
+        let question = Question {
+            batch: batch_of(&configuration, lens),
+            causal: true,
+            query,
+            w_uv: None,
+            selection: None,
+        };
         let kernel = Kernel::of(queue, &configuration, &shape);
         let (longest, total) = question.tokens(&shape);
         let segments = kernel.segments(queue, &shape, lens.len(), longest, total);
@@ -55,6 +61,7 @@ impl Decode {
             entries: question.batch.table.len(),
             segments,
             projects: false,
+            listing: None,
         };
         let step = Step::allocate(&team, &configuration, bucket)?;
         question.ask(&team, &step)?;

@@ -28,6 +28,7 @@ fn the_kernels_compile_for_ampere_hopper_and_blackwell() {
         for kernel in [
             "attend_paged",
             "attend_latent_bf16",
+            "list_attend",
             "sum_partials",
             "reorganise_chunk",
             "share_rows",

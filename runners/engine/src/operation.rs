@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan, PcpStrategy, Router, Selector,
-    StackPlan, Tensor, Tensors,
+    SlotList, StackPlan, Tensor, Tensors,
 };
 use crate::{acceptance, kda, moe, prefill, sparse, stack};
 
@@ -151,6 +151,17 @@ pub enum Operation {
         /// How tokens are selected and listed.
         selector: Selector,
     },
+    /// Attention of new rows over the tokens that were selected for them, by the slots that each rank lists of them. MLA alone.
+    ///
+    /// `k` columns of selected tokens. A row of a request attends to positions that it sees: those below L − q + 1 + t.
+    AttendSelected {
+        /// How a rank lists the slots of the tokens that it owns.
+        list: SlotList,
+        /// Whether the layer shares the selection and the lists of the last one that brought its own (IndexShare); `topk` is not given
+        /// then.
+        #[serde(default, skip_serializing_if = "is_false")]
+        shared: bool,
+    },
     /// Kimi delta attention of new rows behind the states of their requests: short convolution, delta rule with decays, gated norm.
     ///
     /// `P = ranks = tp`, `H` query and key heads of all ranks, `HV` value heads, `K` and `V` their widths; `taps` of the convolution. Rank r has
@@ -167,6 +178,10 @@ pub enum Operation {
         /// Which layers there are.
         plan: StackPlan,
     },
+}
+
+fn is_false(value: &bool) -> bool {
+    !*value
 }
 
 fn is_zero(value: &usize) -> bool {
@@ -215,6 +230,8 @@ pub enum OperationKind {
     AcceptDrafts,
     /// [`Operation::SelectSparse`].
     SelectSparse,
+    /// [`Operation::AttendSelected`].
+    AttendSelected,
     /// [`Operation::Kda`].
     Kda,
     /// [`Operation::Forward`].
@@ -279,6 +296,7 @@ impl Operation {
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
             Self::SelectSparse { .. } => OperationKind::SelectSparse,
+            Self::AttendSelected { .. } => OperationKind::AttendSelected,
             Self::Kda { .. } => OperationKind::Kda,
             Self::Forward { .. } => OperationKind::Forward,
         }
@@ -293,7 +311,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -313,6 +331,7 @@ impl OperationKind {
         Self::Moe,
         Self::AcceptDrafts,
         Self::SelectSparse,
+        Self::AttendSelected,
         Self::Kda,
         Self::Forward,
     ];
@@ -339,6 +358,7 @@ impl OperationKind {
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
             Self::SelectSparse => "select_sparse",
+            Self::AttendSelected => "attend_selected",
             Self::Kda => "kda",
             Self::Forward => "forward",
         }
@@ -364,6 +384,7 @@ impl OperationKind {
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
             Self::SelectSparse => sparse::SELECT,
+            Self::AttendSelected => sparse::ATTEND,
             Self::Kda => kda::TENSORS,
             Self::Forward => stack::TENSORS,
         }
@@ -397,23 +418,24 @@ pub(crate) const fn spec(
 
 use Provenance::{Given, Observable, Output};
 
-const SEQ_LENS: TensorSpec =
+pub(crate) const SEQ_LENS: TensorSpec =
     spec("seq_lens", Given, "i32 [n]", "total tokens of each request, the new rows included; 0 is legal");
-const QUERY_START: TensorSpec = spec(
+pub(crate) const QUERY_START: TensorSpec = spec(
     "query_start_loc",
     Given,
     "i32 [n+1]",
     "first row of each request; rows from the last entry on are graph padding",
 );
-const BLOCK_TABLE: TensorSpec = spec(
+pub(crate) const BLOCK_TABLE: TensorSpec = spec(
     "block_table",
     Given,
     "i32 [n, width]",
     "block ids, one per virtual block of B·dcp tokens; entries that are not needed hold ids out of range",
 );
-const OUT: TensorSpec =
+pub(crate) const OUT: TensorSpec =
     spec("out", Output, "contract's output type [ranks, T, H, V or Dv]", "output of each rank's own heads");
-const LSE: TensorSpec = spec("lse", Output, "f32 [ranks, T, H]", "natural LSE of each rank's own heads");
+pub(crate) const LSE: TensorSpec =
+    spec("lse", Output, "f32 [ranks, T, H]", "natural LSE of each rank's own heads");
 
 const LAYOUT: &[TensorSpec] = &[
     SEQ_LENS,
@@ -475,23 +497,32 @@ const IMPORT_CACHE: &[TensorSpec] = &[
     spec("seq_lens", Given, "i32 [n]", "tokens of each request that are taken over; 0 is legal"),
     BLOCK_TABLE,
 ];
+pub(crate) const QUERY: TensorSpec = spec(
+    "query",
+    Given,
+    "bf16 [T, Hall, Dk]",
+    "query of every head; a rank projects its own heads unless QREP is on",
+);
+pub(crate) const UP_PROJECTION: TensorSpec =
+    spec("w_uv", Given, "bf16 [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space");
+pub(crate) const PARTIAL_OUT: TensorSpec =
+    spec("partial_out", Observable, "f32 [ranks, T, Hg, Dv or V]", "what the rank hands to the exchange");
+pub(crate) const PARTIAL_LSE: TensorSpec =
+    spec("partial_lse", Observable, "f32 [ranks, T, Hg]", "LSE that goes with it, in the declared base");
+pub(crate) const GATHERED_QUERY: TensorSpec =
+    spec("gathered_query", Observable, "bf16 [ranks, T, Hg, Dk]", "query that the rank's kernel received");
 const ATTEND: &[TensorSpec] = &[
-    spec(
-        "query",
-        Given,
-        "bf16 [T, Hall, Dk]",
-        "query of every head; a rank projects its own heads unless QREP is on",
-    ),
+    QUERY,
     SEQ_LENS,
     QUERY_START,
     BLOCK_TABLE,
-    spec("w_uv", Given, "bf16 [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space"),
+    UP_PROJECTION,
     OUT,
     LSE,
-    spec("partial_out", Observable, "f32 [ranks, T, Hg, Dv or V]", "what the rank hands to the exchange"),
-    spec("partial_lse", Observable, "f32 [ranks, T, Hg]", "LSE that goes with it, in the declared base"),
+    PARTIAL_OUT,
+    PARTIAL_LSE,
     spec("row_lens", Observable, "i32 [ranks, T]", "tokens that each row saw on the rank"),
-    spec("gathered_query", Observable, "bf16 [ranks, T, Hg, Dk]", "query that the rank's kernel received"),
+    GATHERED_QUERY,
 ];
 const CONTEXT: &[TensorSpec] = &[
     spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head for the new tokens"),

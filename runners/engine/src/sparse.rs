@@ -3,7 +3,10 @@
 use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
-use crate::operation::spec;
+use crate::operation::{
+    BLOCK_TABLE, GATHERED_QUERY, LSE, OUT, PARTIAL_LSE, PARTIAL_OUT, QUERY, QUERY_START, SEQ_LENS,
+    UP_PROJECTION, spec,
+};
 use crate::{TensorSpec, vocabulary};
 
 vocabulary! {
@@ -78,6 +81,39 @@ pub(crate) const SELECT: &[TensorSpec] = &[
         Observable,
         "f32 [ranks, T, m·B]",
         "score of each of the rank's tokens of the request that the row sees, in their order; anything behind",
+    ),
+];
+
+/// Tensors of [`crate::Operation::AttendSelected`].
+pub(crate) const ATTEND: &[TensorSpec] = &[
+    QUERY,
+    SEQ_LENS,
+    QUERY_START,
+    BLOCK_TABLE,
+    UP_PROJECTION,
+    spec(
+        "topk",
+        Given,
+        "i32 [T, k]",
+        "global positions that the row attends to, different ones in any order; −1 behind them, and in rows of padding; absent in a layer that shares a selection",
+    ),
+    OUT,
+    LSE,
+    PARTIAL_OUT,
+    PARTIAL_LSE,
+    GATHERED_QUERY,
+    spec("counts", Observable, "i32 [ranks, T]", "how many of the row's tokens the rank owns"),
+    spec(
+        "indptr",
+        Observable,
+        "i32 [ranks, T+1]",
+        "first entry of each row in slots, then the end of the last",
+    ),
+    spec(
+        "slots",
+        Observable,
+        "i32 [ranks, T·k]",
+        "slots of the row's tokens that the rank owns, in any order; −1 behind the last row",
     ),
 ];
 

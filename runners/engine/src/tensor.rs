@@ -49,6 +49,14 @@ pub enum TensorError {
         /// Element type that was found.
         found: Dtype,
     },
+    /// The tensor holds a value that the operation can't have.
+    #[error("tensor {name:?} holds {value}")]
+    WrongValue {
+        /// Name of the tensor.
+        name: String,
+        /// The value, where it stands, and what it may be.
+        value: String,
+    },
     /// The tensor has another shape than the operation asks for.
     #[error("tensor {name:?} has shape {found:?}, expected {expected:?}")]
     WrongShape {

@@ -7,16 +7,18 @@ use std::collections::BTreeSet;
 use std::fmt::Write;
 
 /// The files of the source, in the order in which they are joined.
-pub const FILES: [(&str, &str); 18] = [
+pub const FILES: [(&str, &str); 20] = [
     ("prelude.h", include_str!("source/prelude.h")),
     ("numeric.h", include_str!("source/numeric.h")),
     ("layout.cu", include_str!("source/layout.cu")),
     ("cache.cu", include_str!("source/cache.cu")),
     ("transfer.cu", include_str!("source/transfer.cu")),
     ("query.cu", include_str!("source/query.cu")),
+    ("partial.cu", include_str!("source/partial.cu")),
     ("attend.cu", include_str!("source/attend.cu")),
     ("mla.cu", include_str!("source/mla.cu")),
     ("warpgroup.cu", include_str!("source/warpgroup.cu")),
+    ("selected.cu", include_str!("source/selected.cu")),
     ("merge.cu", include_str!("source/merge.cu")),
     ("devices.cu", include_str!("source/devices.cu")),
     ("states.cu", include_str!("source/states.cu")),

@@ -45,7 +45,8 @@ fn the_kernels_compile_for_gfx942_and_gfx950() {
         assert!(outcome.status.success(), "{target}: {}", String::from_utf8_lossy(&outcome.stderr));
         let code = std::fs::read(&image).unwrap();
         assert!(code.starts_with(b"\x7fELF"), "{target}");
-        assert!(String::from_utf8_lossy(&code).contains("attend_paged"), "{target}");
+        let text = String::from_utf8_lossy(&code);
+        assert!(["attend_paged", "list_attend"].iter().all(|kernel| text.contains(kernel)), "{target}");
         compiled += 1;
     }
     std::fs::remove_dir_all(&folder).unwrap();

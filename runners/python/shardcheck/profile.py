@@ -29,6 +29,7 @@ OPERATIONS = (
     "accept_drafts",
     "select_sparse",
     "attend_pcp",
+    "attend_selected",
     "kda",
     "forward",
 )

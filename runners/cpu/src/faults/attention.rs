@@ -122,6 +122,7 @@ pub(super) const FAULTS: &[Fault] = &[
             "probe.tokens",
             "probe.pairing",
             "probe.rank-lse",
+            "selected.lse",
         ],
         apply: |p| p.kernel.lse = |shift, _| shift,
     },

@@ -13,6 +13,7 @@ pub(super) const FAULTS: &[Fault] = &[
         killed_by: &[
             "decode.query",
             "verify.query",
+            "selected.query",
             "decode.output",
             "equal.query-replication",
             "probe.pairing",

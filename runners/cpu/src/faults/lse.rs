@@ -171,6 +171,7 @@ pub(super) const FAULTS: &[Fault] = &[
             "merge.output",
             "merge.neutral",
             "merge.all-empty",
+            "selected.output",
             "probe.tokens",
             "probe.pairing",
             "probe.needle",

@@ -233,7 +233,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank lists the tokens of the whole selection, those of other ranks included",
         class: FaultClass::TopKSelect,
         bugs: &["vllm#46514", "vllm#54541"],
-        killed_by: &["sparse.partition", "sparse.slots"],
+        killed_by: &["sparse.partition", "sparse.slots", "selected.lists"],
         apply: |p| p.sparse.owns = |_, _, _| true,
     },
     Fault {
@@ -241,7 +241,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank lists the positions p with p mod W = r, whatever the interleave size",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["sparse.partition", "sparse.slots"],
+        killed_by: &["sparse.partition", "sparse.slots", "selected.lists"],
         apply: |p| p.sparse.owns = |position, member, grid| position % grid.world == member,
     },
     Fault {
@@ -249,7 +249,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the block of a selected token is entry p / B of its table, which is in units of B·W",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["sparse.slots"],
+        killed_by: &["sparse.slots", "selected.lists"],
         apply: |p| p.sparse.entry = |position, grid| position / grid.block,
     },
     Fault {
@@ -257,7 +257,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "the slot within its block is taken from the position, not from its index on the rank",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["sparse.slots"],
+        killed_by: &["sparse.slots", "selected.lists"],
         apply: |p| p.sparse.offset = |position, grid| position % grid.block,
     },
     Fault {
@@ -265,7 +265,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "local slots are computed for tokens that are dealt one by one",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["sparse.slots"],
+        killed_by: &["sparse.slots", "selected.lists"],
         apply: |p| p.sparse.offset = |position, grid| position / grid.world % grid.block,
     },
     Fault {
@@ -283,7 +283,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank without a token of a row counts one",
         class: FaultClass::EmptyShard,
         bugs: &["ATOM#1832"],
-        killed_by: &["sparse.partition"],
+        killed_by: &["sparse.partition", "selected.lists"],
         apply: |p| p.sparse.count = |tokens| tokens.max(1),
     },
     Fault {
@@ -291,7 +291,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a row without tokens has no entry where it is to have one for the kernel's plan",
         class: FaultClass::EmptyShard,
         bugs: &["ATOM#1832"],
-        killed_by: &["sparse.lists"],
+        killed_by: &["sparse.lists", "selected.lists"],
         apply: |p| p.sparse.entries = |tokens, k, list| if list == SlotList::Padded { k } else { tokens },
     },
     Fault {
@@ -299,7 +299,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a row without tokens has an entry of slot −1 where lists are packed",
         class: FaultClass::EmptyShard,
         bugs: &[],
-        killed_by: &["sparse.lists"],
+        killed_by: &["sparse.lists", "selected.lists"],
         apply: |p| {
             p.sparse.entries = |tokens, k, list| if list == SlotList::Padded { k } else { tokens.max(1) }
         },
@@ -309,7 +309,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "entries behind a row's last token hold slot 0, where they are to hold −1",
         class: FaultClass::Padding,
         bugs: &[],
-        killed_by: &["sparse.lists"],
+        killed_by: &["sparse.lists", "selected.lists"],
         apply: |p| p.sparse.empty_entry = |_| 0,
     },
 ];

@@ -4,6 +4,7 @@
 
 mod drafts;
 mod kda;
+mod selected;
 mod selection;
 mod sequence;
 mod shared_rows;
@@ -57,6 +58,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
         Trial::new(|battery| battery.selections()),
+        Trial::new(|battery| battery.selected()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
         Trial::new(|battery| battery.shared_rows()),

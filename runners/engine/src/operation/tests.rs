@@ -60,6 +60,7 @@ fn an_operation_survives_a_json_round_trip() {
                 list: crate::SlotList::PackedDummy,
             },
         },
+        Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
         Operation::Forward { plan: StackPlan { layers: 3, stream: StreamLayout::Sharded, experts: None } },
     ] {
