@@ -182,8 +182,9 @@ fn every_fault_that_remembers_is_killed_by_a_session_of_the_gate() {
     let stale: Vec<&Fault> =
         faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata).collect();
     let mut sequences = suite(SuiteName::Gate, 1);
-    // cases of Kimi delta attention and of stacks are sessions of several steps as well
-    sequences.retain(|case| matches!(case.family, Family::Sequence | Family::Kda | Family::Stack));
+    // cases of Kimi delta attention and of stacks are sessions of several steps as well, and so are layers that share a selection
+    let several = [Family::Sequence, Family::Kda, Family::Stack, Family::AttendSelected];
+    sequences.retain(|case| several.contains(&case.family));
     let survivors: Vec<_> = try_all(&stale, &sequences, &|_| {})
         .into_iter()
         .filter(|mutant| mutant.state != MutantState::Killed)
@@ -272,7 +273,9 @@ fn an_engine_that_declares_one_kv_group_is_not_asked_for_two() {
 #[test]
 fn every_fault_that_remembers_names_properties_of_sessions_alone() {
     for fault in faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata) {
-        let of_sessions = |id: &&str| ["sequence.", "kda.", "stack."].iter().any(|of| id.starts_with(of));
+        let of_sessions = |id: &&str| {
+            ["sequence.", "kda.", "stack."].iter().any(|of| id.starts_with(of)) || *id == "selected.shared"
+        };
         assert!(fault.killed_by.iter().all(of_sessions), "{}", fault.name);
     }
 }

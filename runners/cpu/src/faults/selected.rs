@@ -77,7 +77,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a row without tokens on a rank is skipped, so that its partial is that of the last row that has some",
         class: FaultClass::EmptyShard,
         bugs: &[],
-        killed_by: &["selected.partial-lse", "selected.partial-output", "selected.output"],
+        killed_by: &["selected.partial-lse", "selected.output"],
         apply: |p| {
             p.selected.row = |row, _, counts| (0..=row).rev().find(|other| counts[*other] > 0).unwrap_or(row)
         },
