@@ -119,9 +119,6 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.pcp {
         part.collect(seed, &mut suite);
     }
-    for part in &file.attend_pcp {
-        part.collect(seed, &mut suite);
-    }
     for part in &file.route {
         part.collect(seed, &mut suite);
     }
@@ -141,6 +138,10 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
         part.collect(seed, &mut suite);
     }
     if let Some(part) = &file.generated {
+        part.collect(seed, &mut suite);
+    }
+    // behind all others, whose cases keep the seeds that they had without these
+    for part in &file.attend_pcp {
         part.collect(seed, &mut suite);
     }
     for set in &file.rules {
