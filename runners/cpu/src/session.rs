@@ -158,18 +158,7 @@ impl Group {
                 self.attend_selected(inputs, (list, shared), other, ranks, policies)
             }
             Operation::AttendContext { chunk_budget_tokens } => {
-                let rows = query_rows(inputs, configuration)?;
-                let batch = Batch::read(inputs, "context_lens", Some(rows), blocks)?;
-                let metadata = self.recall(StepKind::Context, batch, true, policies);
-                attend_context(
-                    &self.configuration,
-                    &self.caches,
-                    inputs,
-                    &metadata[0].batch,
-                    chunk_budget_tokens,
-                    ranks,
-                    policies,
-                )
+                self.attend_context(inputs, chunk_budget_tokens, ranks, policies)
             }
             Operation::MergePartials { lse_base } => {
                 let (merge, ranks) =
@@ -203,6 +192,29 @@ impl Group {
             Operation::Forward { plan } => self.forward(inputs, plan, ranks, policies),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
+    }
+
+    /// Attention of new tokens over a context that is gathered in chunks.
+    fn attend_context(
+        &mut self,
+        inputs: &Tensors,
+        chunk_budget_tokens: usize,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let rows = query_rows(inputs, &self.configuration)?;
+        let batch = Batch::read(inputs, "context_lens", Some(rows), self.configuration.blocks)?;
+        let metadata = self.recall(StepKind::Context, batch, true, policies);
+        let (configuration, caches) = (&self.configuration, &self.caches);
+        attend_context(
+            configuration,
+            caches,
+            inputs,
+            &metadata[0].batch,
+            chunk_budget_tokens,
+            ranks,
+            policies,
+        )
     }
 
     /// A step through all layers of a stack.
