@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardcheck import Configuration, Reply, Session, Tensor, Unsupported
+from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters.batches import Batch, project
-from shardcheck.adapters.caches import Caches
+from shardcheck.adapters.sessions import StoredSession
 from shardcheck.layout import Layout
 
 # Widths that the kernels are built for: latent, and rotary part.
@@ -20,13 +20,12 @@ THREADS = 1024
 LOG2_E = float(np.log2(np.e))
 
 
-class FlashinferSession(Session):
+class FlashinferSession(StoredSession):
     """One configuration."""
 
     def __init__(self, configuration: Configuration, engine: Any) -> None:
         super().__init__(configuration)
         self.engine = engine
-        self.caches = Caches(configuration)
         self.grid = Layout.of(configuration)
 
     def write_kv(
@@ -41,17 +40,6 @@ class FlashinferSession(Session):
         for rank in range(self.configuration.tp):
             own = real & (self.grid.owner(at) == rank % self.configuration.dcp)
             self.caches.write(rank, np.where(own, slots, -1), key, value)
-        return Reply(collectives=[0] * self.configuration.tp)
-
-    def read_cache(self, **_: Any) -> Reply:
-        """The caches as they are."""
-        return Reply(self.caches.tensors(), collectives=[0] * self.configuration.tp)
-
-    def load_cache(self, key_cache: Tensor, value_cache: Tensor | None = None, **_: Any) -> Reply:
-        """Replaces the caches by the given ones."""
-        self.caches.load("key_cache", key_cache)
-        if value_cache is not None:
-            self.caches.load("value_cache", value_cache)
         return Reply(collectives=[0] * self.configuration.tp)
 
     def merge_states(
@@ -84,14 +72,6 @@ class FlashinferSession(Session):
         heads = [slice(rank * c.heads_per_rank, (rank + 1) * c.heads_per_rank) for rank in range(len(out))]
         outputs = {name: torch.stack([part[:, own] for own in heads]) for name, part in (("out", merged), ("lse", total))}
         return Reply(outputs, {"comm_backend": "a2a"}, [0] * len(out))
-
-    def decode(self, **tensors: Tensor) -> Reply:
-        """One row a request."""
-        return self._attend("decode", **tensors)
-
-    def verify(self, **tensors: Tensor) -> Reply:
-        """Several causal rows a request."""
-        return self._attend("verify", **tensors)
 
     def _attend(
         self,

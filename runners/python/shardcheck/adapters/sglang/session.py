@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
-from shardcheck.adapters.batches import Batch, flat_positions
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.context import Context
@@ -28,28 +27,20 @@ class SglangSession(CachedSession):
         super().__init__(release, configuration, executor)
         self.options = options
         self.layouts = Layout(release, configuration, options.slots)
+        self.layout_path = {"slots": self.layouts.slots_by}
         self.contexts = Context(configuration, self.caches, executor)
         self.attention = Attention(release, configuration, self.caches, executor, options)
 
-    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
-        """Local lengths, row lengths, rows of the cache and pages of every rank."""
-        lens, starts, table = (
-            np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)
-        )
-        requests, positions = flat_positions(lens)
-        members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
-        with self.release.watching():
-            slots = [self.layouts.slots(table, requests, positions, member) for member in members]
-            outputs = {
-                "slots": np.stack(slots),
-                "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
-            }
-            if self.release.chain_lens is not None:
-                rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
-                outputs["row_lens"] = torch.stack(rows)
-            if self.release.new_pages is not None:
-                outputs["blocks_needed"] = np.stack([self.layouts.blocks_needed(lens) for _ in members])
-        return Reply(outputs, {"slots": self.layouts.slots_by}, [0] * len(members))
+    def lengths(self, lens: np.ndarray, rows: np.ndarray, members: list[int]) -> dict[str, Any]:
+        """Local lengths of every rank, and row lengths and pages where the release has code for them."""
+        outputs: dict[str, Any] = {
+            "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members])
+        }
+        if self.release.chain_lens is not None:
+            outputs["row_lens"] = torch.stack([self.layouts.row_lens(lens, rows, member) for member in members])
+        if self.release.new_pages is not None:
+            outputs["blocks_needed"] = np.stack([self.layouts.blocks_needed(lens) for _ in members])
+        return outputs
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any
@@ -106,17 +97,3 @@ class SglangSession(CachedSession):
         with self.release.watching():
             outputs, collectives = shared.share_out(self.executor, starts, computed)
         return Reply(outputs, {}, collectives)
-
-    def _attend(
-        self,
-        kind: str,
-        query: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        block_table: Tensor,
-        w_uv: Tensor | None = None,
-        **_: Any,
-    ) -> Reply:
-        batch = Batch.of(query, seq_lens, query_start_loc, block_table, "cpu")
-        with self.release.watching():
-            return self.attention.step(kind, batch, w_uv)

@@ -76,6 +76,8 @@ class Attention:
 
     def _check(self, route: str, batch: Batch) -> None:
         c, release = self.configuration, self.release
+        if not release.has_local_lens:
+            raise Unsupported("this release has no local lengths to be found")
         if c.project_before_merge:
             raise Unsupported("the engine projects merged outputs, never partials")
         if is_narrow(c.kv_dtype):

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
-from shardcheck.adapters.batches import Batch, flat_positions
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.vllm.attention import Attention
 from shardcheck.adapters.vllm.context import Context
@@ -26,31 +25,19 @@ class VllmSession(CachedSession):
     ) -> None:
         super().__init__(release, configuration, executor)
         self.merge_variant = merge_variant
+        self.device, self.layout_path = release.device, {"runner": release.runner}
         self.layouts = Layout(release, configuration)
         self.contexts = Context(configuration, self.caches, executor)
         self.attention = Attention(release, configuration, self.caches, executor)
 
-    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
-        """Local lengths, row lengths and slots of every rank."""
-        lens, starts, table = (
-            np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)
-        )
-        requests, positions = flat_positions(lens)
-        members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
-        with self.release.watching():
-            outputs = {
-                "slots": np.stack(
-                    [self.layouts.slots(table, requests, positions, member) for member in members]
-                )
-            }
-            if self.release.has_local_lens:
-                outputs["local_lens"] = torch.stack(
-                    [self.layouts.local_lens(lens, member) for member in members]
-                )
-            if self.release.verify_row_lens is not None:
-                rows = [self.layouts.row_lens(lens, np.diff(starts), member) for member in members]
-                outputs["row_lens"] = torch.stack(rows)
-        return Reply(outputs, {"runner": self.release.runner}, [0] * len(members))
+    def lengths(self, lens: np.ndarray, rows: np.ndarray, members: list[int]) -> dict[str, Any]:
+        """Local lengths and row lengths of every rank, where the release has code for them."""
+        outputs: dict[str, Any] = {}
+        if self.release.has_local_lens:
+            outputs["local_lens"] = torch.stack([self.layouts.local_lens(lens, member) for member in members])
+        if self.release.verify_row_lens is not None:
+            outputs["row_lens"] = torch.stack([self.layouts.row_lens(lens, rows, member) for member in members])
+        return outputs
 
     def written_key(self, key: Tensor, requests: np.ndarray, positions: np.ndarray) -> Tensor:
         """The keys, or the fault that was asked for: one token with the key of the token before it."""
@@ -142,19 +129,3 @@ class VllmSession(CachedSession):
             {"lane_order": "lo_hi"},
             [0],
         )
-
-    def _attend(
-        self,
-        route: str,
-        query: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        block_table: Tensor,
-        w_uv: Tensor | None = None,
-        **_: Any,
-    ) -> Reply:
-        if not self.release.has_local_lens:
-            raise Unsupported("this release has no local lengths to be found")
-        batch = Batch.of(query, seq_lens, query_start_loc, block_table, self.release.device)
-        with self.release.watching():
-            return self.attention.step(route, batch, w_uv)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor
-from shardcheck.adapters.batches import Batch, flat_positions, owned_copy
+from shardcheck.adapters.batches import owned_copy
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.vllm_ascend.attention import Attention
 from shardcheck.adapters.vllm_ascend.layout import Layout
@@ -26,20 +26,12 @@ class AscendSession(CachedSession):
         self.layouts = Layout(release, configuration)
         self.attention = Attention(release, configuration, self.caches, executor)
 
-    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
-        """Local lengths, row lengths and slots of every rank."""
-        lens, starts, table = (
-            np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)
-        )
-        requests, positions = flat_positions(lens)
-        members = [rank % self.configuration.dcp for rank in range(self.configuration.tp)]
-        with self.release.watching():
-            outputs = {
-                "slots": np.stack([self.layouts.slots(table, requests, positions, member) for member in members]),
-                "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
-                "row_lens": torch.stack([self.layouts.row_lens(lens, np.diff(starts), member) for member in members]),
-            }
-        return Reply(outputs, {}, [0] * len(members))
+    def lengths(self, lens: np.ndarray, rows: np.ndarray, members: list[int]) -> dict[str, Any]:
+        """Local lengths and row lengths of every rank."""
+        return {
+            "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
+            "row_lens": torch.stack([self.layouts.row_lens(lens, rows, member) for member in members]),
+        }
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any
@@ -88,17 +80,3 @@ class AscendSession(CachedSession):
         with self.release.watching():
             outputs = shared.share_out(starts, computed, is_prefilling.numpy())
         return Reply(outputs, {}, [0] * world)
-
-    def _attend(
-        self,
-        kind: str,
-        query: Tensor,
-        seq_lens: Tensor,
-        query_start_loc: Tensor,
-        block_table: Tensor,
-        w_uv: Tensor | None = None,
-        **_: Any,
-    ) -> Reply:
-        batch = Batch.of(query, seq_lens, query_start_loc, block_table, "cpu")
-        with self.release.watching():
-            return self.attention.step(kind, batch, w_uv)
