@@ -312,6 +312,16 @@ fn a_cache_that_no_machine_holds_is_out_of_range() {
 }
 
 #[test]
+fn shared_rows_that_no_machine_can_judge_are_out_of_range() {
+    let id = "attend_pcp/round_robin.p4.split/0+9_37+8/tiny-mla/tp2.dcp2.h65536.s4.b8.n10.bf16.ag_rs/shuf.e4m3fn@0.25/hot/1";
+    match id.parse::<Case>() {
+        Err(CaseError::OutOfRange(reason)) => assert!(reason.contains("2^26"), "{reason}"),
+        other => panic!("{other:?}"),
+    }
+    assert!(id.replace("h65536", "h64").parse::<Case>().is_ok());
+}
+
+#[test]
 fn merges_that_make_no_sense_are_out_of_range() {
     for (id, expected) in [
         ("merge_states/w3.t4.h3.d8.f32.a2a.hi_lo/random/contiguous/7", "merges 2 states"),

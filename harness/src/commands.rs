@@ -103,13 +103,26 @@ impl CaseArgs {
 /// Prints to standard output. Whoever reads a pipe may close it when it has seen enough: that is no error.
 ///
 /// # Errors
-/// [`CommandError::Internal`] when the output can't be written for another reason, such as a full disk.
+/// [`CommandError::Usage`] when the output can't be written for another reason, such as a full disk.
 pub(crate) fn print(text: impl std::fmt::Display) -> Result<(), CommandError> {
     let mut out = std::io::stdout().lock();
-    match write!(out, "{text}").and_then(|()| out.flush()) {
-        Err(error) if error.kind() != ErrorKind::BrokenPipe => {
-            Err(CommandError::Internal(format!("failed to write to standard output: {error}")))
-        }
+    told(write!(out, "{text}").and_then(|()| out.flush()))
+}
+
+/// As [`print`], a line each, made one after the other.
+///
+/// # Errors
+/// As there: a list that was cut off must not look whole.
+pub(crate) fn print_lines(mut lines: impl Iterator<Item = String>) -> Result<(), CommandError> {
+    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
+    told(lines.try_for_each(|line| writeln!(out, "{line}")).and_then(|()| out.flush()))
+}
+
+fn told(outcome: std::io::Result<()>) -> Result<(), CommandError> {
+    match outcome {
+        Err(error) if error.kind() != ErrorKind::BrokenPipe => Err(CommandError::Usage(format!(
+            "failed to write to standard output: {error}; what was printed is not whole"
+        ))),
         _ => Ok(()),
     }
 }

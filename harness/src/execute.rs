@@ -143,9 +143,7 @@ pub fn execute(
     survivors += usize::from(plan.is_faulty && !failed);
     let exit = match exit_of(&statuses, survivors, cut_short) {
         // a part of a run may hold nothing that the engine does; a run that decides nothing is no pass
-        Exit::Passed if plan.selection.partition.is_none() && !statuses.iter().any(|s| s.is_judged()) => {
-            Exit::Inconclusive
-        }
+        Exit::Passed if plan.selection.partition.is_none() => Exit::of_judged(&statuses),
         exit => exit,
     };
     let event =

@@ -222,6 +222,14 @@ impl Exit {
             Some(_) => Self::Passed,
         }
     }
+
+    /// The same, where nothing but judged cases can be a pass.
+    pub fn of_judged(statuses: &[Status]) -> Self {
+        match Self::of(statuses.iter().copied()) {
+            Self::Passed if !statuses.iter().any(|status| status.is_judged()) => Self::Inconclusive,
+            exit => exit,
+        }
+    }
 }
 
 #[cfg(test)]
@@ -236,6 +244,9 @@ mod tests {
         assert_eq!(Exit::of([Status::UnexpectedPass]), Exit::Failed);
         assert_eq!(Exit::of([Status::Timeout, Status::HarnessError]), Exit::Internal);
         assert_eq!(Exit::of([]), Exit::NothingSelected);
+        assert_eq!(Exit::of([Status::Unsupported]), Exit::Passed);
+        assert_eq!(Exit::of_judged(&[Status::Unsupported, Status::Skipped]), Exit::Inconclusive);
+        assert_eq!(Exit::of_judged(&[Status::Unsupported, Status::Warn]), Exit::Passed);
     }
 
     #[test]

@@ -8,9 +8,13 @@ use super::PcpCase;
 use crate::check::check_attention;
 use crate::id::{Tokens, read_cache_format, read_configuration, spell_configuration};
 use crate::{
-    AttentionCase, Body, Case, CaseError, Family, Inputs, MAX_ELEMENTS, Placement, Probe, Request, Workload,
+    AttentionCase, Body, Case, CaseError, Family, Inputs, Placement, Probe, Request, Workload,
     default_blocks, generate,
 };
+
+/// Most elements of the keys that all ranks have gathered, and of what they attend to: each is judged on every rank, and 2^26 of them
+/// take some gigabytes.
+const MAX_SHARED_ELEMENTS: usize = 1 << 26;
 
 /// Workspace of a context gather, which the operation does not have: the context is one part.
 const ONE_CHUNK: usize = 1 << 40;
@@ -109,8 +113,8 @@ impl AttendPcpCase {
             ("local outputs", [ranks, rows, c.total_heads(), width]),
         ] {
             let elements = extents.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent));
-            if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
-                return fail(format!("the {what} of shape {extents:?} have more than 2^31 elements"));
+            if elements.is_none_or(|elements| elements > MAX_SHARED_ELEMENTS) {
+                return fail(format!("the {what} of shape {extents:?} have more than 2^26 elements"));
             }
         }
         Ok(())

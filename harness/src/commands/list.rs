@@ -1,9 +1,9 @@
 //! `list`: the cases of a selection.
 
-use std::io::Write;
+use shardcheck_cases::Case;
 
 use crate::cli::CommandError;
-use crate::commands::CaseArgs;
+use crate::commands::{CaseArgs, print_lines};
 use crate::properties;
 use crate::status::Exit;
 
@@ -33,10 +33,9 @@ enum Format {
 /// [`CommandError`].
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let (cases, selection) = args.cases.selected()?;
-    let mut out = std::io::BufWriter::new(std::io::stdout().lock());
-    for case in &cases {
+    let line = |case: &Case| {
         let id = case.id();
-        let line = match args.format {
+        match args.format {
             Format::Ids => id,
             Format::Json => {
                 let properties: Vec<_> = properties::of(case)
@@ -45,11 +44,8 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
                     .collect();
                 serde_json::json!({ "id": id, "properties": properties, "case": case }).to_string()
             }
-        };
-        if writeln!(out, "{line}").is_err() {
-            // the reader of a pipe has seen enough
-            break;
         }
-    }
+    };
+    print_lines(cases.iter().map(line))?;
     Ok(Exit::Passed)
 }

@@ -3,7 +3,6 @@
 mod trials;
 
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::PathBuf;
 
 use shardcheck_cases::Case;
@@ -132,29 +131,19 @@ fn list(format: Format, engine: &EngineArgs) -> Result<Exit, CommandError> {
         // an empty list would look like an engine that nothing can be put into
         return Err(engines::EngineChoiceError::NoFaults { engine: engine.name().to_owned() }.into());
     }
-    let mut out = std::io::stdout().lock();
-    for fault in faults().iter().filter(|fault| engine.has_fault(fault.name)) {
-        let line = match format {
-            Format::Text => format!("{:<36} {:<17} {}", fault.name, fault.class.name(), fault.title),
-            Format::Json => serde_json::json!({
-                "name": fault.name, "class": fault.class.name(), "title": fault.title,
-                "bugs": fault.bugs, "killed_by": fault.killed_by,
-            })
-            .to_string(),
-            Format::Markdown => {
-                format!(
-                    "| {} | {} | {} | {} |",
-                    fault.name,
-                    fault.class.name(),
-                    fault.title,
-                    fault.bugs.join(", ")
-                )
-            }
-        };
-        if writeln!(out, "{line}").is_err() {
-            break;
+    let line = |fault: &Fault| match format {
+        Format::Text => format!("{:<36} {:<17} {}", fault.name, fault.class.name(), fault.title),
+        Format::Json => serde_json::json!({
+            "name": fault.name, "class": fault.class.name(), "title": fault.title,
+            "bugs": fault.bugs, "killed_by": fault.killed_by,
+        })
+        .to_string(),
+        Format::Markdown => {
+            let (class, bugs) = (fault.class.name(), fault.bugs.join(", "));
+            format!("| {} | {class} | {} | {bugs} |", fault.name, fault.title)
         }
-    }
+    };
+    super::print_lines(faults().iter().filter(|fault| engine.has_fault(fault.name)).map(line))?;
     Ok(Exit::Passed)
 }
 
@@ -278,26 +267,20 @@ fn document(mutants: &[Mutant]) -> serde_json::Value {
 }
 
 fn print(mutants: &[Mutant], format: Format) -> Result<(), CommandError> {
-    let mut out = std::io::stdout().lock();
     if format == Format::Json {
         let text = serde_json::to_string_pretty(&document(mutants)).map_err(CommandError::internal)?;
-        let _ = writeln!(out, "{text}");
-        return Ok(());
+        return super::print(text + "\n");
     }
-    if format == Format::Markdown {
-        let _ = writeln!(out, "| fault | state | property | witness |\n|---|---|---|---|");
-    }
-    for mutant in mutants {
+    let head = "| fault | state | property | witness |\n|---|---|---|---|".to_owned();
+    let line = |mutant: &Mutant| {
         let property = mutant.property.as_deref().unwrap_or("-");
         let case = mutant.case.as_deref().unwrap_or("-");
         let (fault, state) = (&mutant.fault, mutant.state.name());
-        let line = match format {
+        match format {
             Format::Markdown => format!("| {fault} | {state} | {property} | `{case}` |"),
             _ => format!("{fault:<36} {state:<15} {property:<26} {case} (try {})", mutant.tried),
-        };
-        if writeln!(out, "{line}").is_err() {
-            break;
         }
-    }
-    Ok(())
+    };
+    let head = (format == Format::Markdown).then_some(head);
+    super::print_lines(head.into_iter().chain(mutants.iter().map(line)))
 }

@@ -40,6 +40,11 @@ impl Named {
             let header = whole.ancestors().nth(3).and_then(|run| read_header(run).ok());
             return Ok(Self::of_run(vec![read_case(&file)?], header));
         }
+        if path.exists() {
+            return Err(CommandError::Usage(format!(
+                "{what:?} is no case: it is no file, and holds no {CASE_FILE}"
+            )));
+        }
         match what.parse() {
             Ok(case) => Ok(Self::of_run(vec![case], None)),
             Err(error) => Err(CommandError::Usage(format!(

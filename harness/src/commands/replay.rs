@@ -95,7 +95,11 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         let lines = diagnosis.lines();
         print(lines.iter().map(|line| format!("     diagnosis  {line}\n")).collect::<String>())?;
     }
-    Ok(Exit::of(statuses))
+    let exit = Exit::of_judged(&statuses);
+    if exit == Exit::Inconclusive {
+        eprintln!("nothing could be decided; exit code 3");
+    }
+    Ok(exit)
 }
 
 /// Writes the script of a case: with what was recorded of it, or with what the engine answers now when a fault or an engine is named.

@@ -243,3 +243,23 @@ fn a_report_goes_through_a_link_and_into_a_device_and_replaces_neither() {
     assert!(program.path("link.xml").is_symlink() && program.path("nowhere.html").is_symlink());
     assert!(std::fs::read_to_string(program.path("real.xml")).unwrap().contains("<testsuites"));
 }
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_list_that_could_not_be_written_whole_does_not_look_whole() {
+    let program = Program::new();
+    for arguments in [&["list"][..], &["mutants", "list"], &["explain", "faults"]] {
+        let full = std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+        let outcome = program.command(arguments).stdout(full).output().unwrap();
+        assert_eq!(outcome.status.code(), Some(2), "{arguments:?}");
+        assert!(String::from_utf8_lossy(&outcome.stderr).contains("is not whole"), "{arguments:?}");
+    }
+}
+
+#[test]
+fn a_replay_that_judges_nothing_is_no_pass() {
+    let program = Program::new();
+    let pack = program.ids(&["--suite", "gate", "pack_lse/"]).remove(0);
+    program.expect(0, &["replay", &pack]);
+    program.expect(3, &["replay", &pack, "--property", "verify.output"]);
+}

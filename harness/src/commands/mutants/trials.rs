@@ -1,6 +1,5 @@
 //! Trials of diagnosis and shrinking on the known faults: what is promised of both is measured here.
 
-use std::io::Write;
 use std::time::Duration;
 
 use rayon::prelude::*;
@@ -9,8 +8,8 @@ use shardcheck_cpu::{CpuEngine, Fault, FaultClass};
 
 use super::chosen;
 use crate::cli::CommandError;
-use crate::commands::CaseArgs;
 use crate::commands::diagnose::budget;
+use crate::commands::{CaseArgs, print_lines};
 use crate::diagnose::{Disguise, Trial, blind};
 use crate::mutants::try_one;
 use crate::progress::Progress;
@@ -59,12 +58,7 @@ pub(super) fn diagnose(args: &DiagnoseArgs) -> Result<Exit, CommandError> {
     let mut trials: Vec<Trial> = faults.par_iter().with_max_len(1).map(trial).collect();
     drop(progress);
     trials.sort_by_key(|trial| std::cmp::Reverse(trial.place.unwrap_or(usize::MAX)));
-    let mut out = std::io::stdout().lock();
-    for trial in &trials {
-        if writeln!(out, "{}", trial_line(trial)).is_err() {
-            break;
-        }
-    }
+    print_lines(trials.iter().map(trial_line))?;
     let within =
         |most: usize| trials.iter().filter(|trial| trial.place.is_some_and(|place| place <= most)).count();
     let silent = trials.iter().filter(|trial| trial.diagnosis.is_none()).count();
@@ -105,12 +99,7 @@ pub(super) fn shrink(args: &ShrinkArgs) -> Result<Exit, CommandError> {
     };
     let rows: Vec<Row> = faults.par_iter().with_max_len(1).map(shrunk).collect();
     drop(progress);
-    let mut out = std::io::stdout().lock();
-    for row in &rows {
-        if writeln!(out, "{}", row.line()).is_err() {
-            break;
-        }
-    }
+    print_lines(rows.iter().map(Row::line))?;
     let comparable: Vec<&Row> = rows.iter().filter(|row| !row.bugs.is_empty()).collect();
     let no_larger = comparable.iter().filter(|row| row.bugs.iter().all(|(_, admitted)| *admitted)).count();
     let than_one = comparable.iter().filter(|row| row.bugs.iter().any(|(_, admitted)| *admitted)).count();
