@@ -131,9 +131,9 @@ fn replay_takes_an_id_a_file_a_stored_case_or_a_run() {
     let stored = program.record().find(&id).unwrap().checks.clone();
     let run_id = program.record().header.run_id;
     for what in [id.as_str(), "case.json", folder.to_str().unwrap(), "latest", &run_id] {
-        // a run is replayed as it was, with its fault; a case by itself is a case for any engine
-        let is_run = what == "latest" || what == run_id;
-        let plain = results(&program.expect(i32::from(is_run), &["replay", what, "--json"]));
+        // a run and what is stored in it are replayed as they were, with the fault; a case by itself is a case for any engine
+        let of_run = what != id && what != "case.json";
+        let plain = results(&program.expect(i32::from(of_run), &["replay", what, "--json"]));
         assert_eq!((plain.len(), plain[0].id.as_str()), (1, id.as_str()), "{what}");
         let faulty = results(&program.expect(1, &["replay", what, "--fault", FAULT, "--json"]));
         assert_eq!(faulty[0].checks, stored, "{what}");
