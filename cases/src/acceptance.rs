@@ -198,8 +198,7 @@ impl AcceptanceCase {
 impl Case {
     /// A case of accepting drafts of the current schema version.
     pub fn acceptance(body: AcceptanceCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::Acceptance, body: Body::Acceptance(body), seed }
+        Self::of(Family::Acceptance, Body::Acceptance(body), seed)
     }
 }
 

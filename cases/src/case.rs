@@ -392,25 +392,38 @@ pub struct Case {
 }
 
 impl Case {
+    /// A case of the current schema version, whose body is one of the family's.
+    pub(crate) fn of(family: Family, body: Body, seed: u64) -> Self {
+        Self { schema_version: CASE_SCHEMA_VERSION, family, body, seed }
+    }
+
+    /// The case of an id, which spells it again, as its JSON does.
+    #[cfg(test)]
+    pub(crate) fn read_back(id: &str) -> Self {
+        let case: Self = id.parse().unwrap();
+        assert_eq!(case.id(), id);
+        assert_eq!(Self::from_json(&case.to_json()).unwrap(), case);
+        case
+    }
+
     /// An attention case of the current schema version.
     pub fn attention(family: Family, body: AttentionCase, seed: u64) -> Self {
-        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Attention(body), seed }
+        Self::of(family, Body::Attention(body), seed)
     }
 
     /// A merge case of the current schema version.
     pub fn merge(family: Family, body: MergeCase, seed: u64) -> Self {
-        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Merge(body), seed }
+        Self::of(family, Body::Merge(body), seed)
     }
 
     /// A sequence case of the current schema version.
     pub fn sequence(body: SequenceCase, seed: u64) -> Self {
-        let family = Family::Sequence;
-        Self { schema_version: CASE_SCHEMA_VERSION, family, body: Body::Sequence(body), seed }
+        Self::of(Family::Sequence, Body::Sequence(body), seed)
     }
 
     /// A rule case of the current schema version. Nothing is drawn, so its seed is 0.
     pub fn rules(body: RuleCase) -> Self {
-        Self { schema_version: CASE_SCHEMA_VERSION, family: Family::Rules, body: Body::Rules(body), seed: 0 }
+        Self::of(Family::Rules, Body::Rules(body), 0)
     }
 
     /// The operation that the case is about, with its parameters; `None` for sequences and rules. The rows that a rank of

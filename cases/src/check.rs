@@ -202,12 +202,16 @@ fn check_size(configuration: &Configuration, workload: &Workload) -> Result<(), 
         ("partial output", [workload.total_rows(), configuration.gathered_heads(), configuration.tp, width]),
         ("up-projection", [configuration.tp, configuration.heads_per_rank, width, attention.v_head_dim()]),
     ] {
-        let elements = extents.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent));
-        if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
+        if elements(&extents) > MAX_ELEMENTS {
             return out_of_range(format!("the {name} of shape {extents:?} has more than 2^31 elements"));
         }
     }
     Ok(())
+}
+
+/// Elements of a shape, or the largest number where there are more.
+pub(crate) fn elements(shape: &[usize]) -> usize {
+    shape.iter().fold(1, |product: usize, extent| product.saturating_mul(*extent))
 }
 
 fn check_merge(family: Family, case: &MergeCase) -> Result<(), CaseError> {
@@ -221,10 +225,7 @@ fn check_merge(family: Family, case: &MergeCase) -> Result<(), CaseError> {
             return out_of_range(format!("{name} is {value}; it must be between 1 and {most}"));
         }
     }
-    let elements = [case.rows, case.world, case.world, case.heads_per_rank, case.dim]
-        .iter()
-        .try_fold(1usize, |product, extent| product.checked_mul(*extent));
-    if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
+    if elements(&[case.rows, case.world, case.world, case.heads_per_rank, case.dim]) > MAX_ELEMENTS {
         return out_of_range("the states have more than 2^31 elements".to_owned());
     }
     if !matches!(case.dtype, Dtype::F32 | Dtype::Bf16) {

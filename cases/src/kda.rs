@@ -272,8 +272,7 @@ fn read_request(text: &str) -> Result<KdaRequest, String> {
 impl Case {
     /// A case of Kimi delta attention of the current schema version.
     pub fn kda(body: KdaCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::Kda, body: Body::Kda(body), seed }
+        Self::of(Family::Kda, Body::Kda(body), seed)
     }
 }
 
@@ -285,9 +284,7 @@ mod tests {
 
     #[test]
     fn an_id_and_the_json_read_back() {
-        let case: Case = ID.parse().unwrap();
-        assert_eq!(case.id(), ID);
-        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Kda(body) = &case.body else { panic!("another body") };
         assert_eq!(body.plan().slots, 3);

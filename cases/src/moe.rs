@@ -273,8 +273,7 @@ fn gaussians(stream: Stream, seed: u64, count: usize, deviation: f64) -> Vec<f32
 impl Case {
     /// A case of a layer of experts of the current schema version.
     pub fn moe(body: MoeCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::Moe, body: Body::Moe(body), seed }
+        Self::of(Family::Moe, Body::Moe(body), seed)
     }
 }
 

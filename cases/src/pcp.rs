@@ -194,8 +194,7 @@ pub(crate) fn nothing() -> Configuration {
 impl Case {
     /// A case of prefill context parallelism of the current schema version.
     pub fn pcp(body: PcpCase) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::Pcp, body: Body::Pcp(body), seed: 0 }
+        Self::of(Family::Pcp, Body::Pcp(body), 0)
     }
 }
 

@@ -4,6 +4,7 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Configuration, Operation, SlotList, vocabulary};
 use shardcheck_formats::Counter;
 
+use crate::check::elements;
 use crate::id::Tokens;
 use crate::inputs::blocks::place;
 use crate::sparse::MAX_TOP_K;
@@ -88,8 +89,7 @@ impl SelectedTokens {
             return fail("attention to selected tokens has no chunk budget".to_owned());
         }
         let extents = [configuration.tp, workload.total_rows(), self.top_k];
-        let elements = extents.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent));
-        if elements.is_none_or(|elements| elements > MAX_ELEMENTS) {
+        if elements(&extents) > MAX_ELEMENTS {
             return fail(format!("lists of shape {extents:?} have more than 2^31 entries"));
         }
         Ok(())

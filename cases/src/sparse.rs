@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Configuration, Operation, SelectionMode, Selector, SlotList, Tensors, vocabulary};
 use shardcheck_formats::Dtype;
 
-use crate::check::check_workload;
+use crate::check::{check_workload, elements};
 use crate::id::{Tokens, read_workload, spell_workload};
 use crate::pcp::nothing;
 use crate::{Body, Case, CaseError, Family, MAX_ELEMENTS, MAX_RANKS, Workload, default_blocks};
@@ -129,8 +129,7 @@ impl SelectCase {
             ("list", MAX_ELEMENTS, [self.tp, self.workload.total_rows(), self.selector.top_k, 1]),
             ("products", MAX_PRODUCTS, [self.scores(), self.index_heads, self.index_dim, 1]),
         ] {
-            let elements = extents.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent));
-            if elements.is_none_or(|elements| elements > most) {
+            if elements(&extents) > most {
                 return fail(format!("{what} of {extents:?} are more than {most}"));
             }
         }
@@ -188,8 +187,7 @@ impl SelectCase {
 impl Case {
     /// A case of selecting tokens of the current schema version.
     pub fn select_sparse(body: SelectCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::SelectSparse, body: Body::SelectSparse(body), seed }
+        Self::of(Family::SelectSparse, Body::SelectSparse(body), seed)
     }
 }
 
@@ -204,10 +202,7 @@ mod tests {
             "select_sparse/union.packed.k2.i1.d2.e4m3fn/tp3.dcp3.s1.b4.n9/0+0_9+1x2.desc/ties/0",
             "select_sparse/exact.packed_dummy.k2048.i2.d8.bf16/tp8.dcp8.s4.b4.n700/7700+4.seq/newest/1",
         ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!(case.id(), id);
-            assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
-            case.configuration().unwrap().check().unwrap();
+            Case::read_back(id).configuration().unwrap().check().unwrap();
         }
     }
 

@@ -10,6 +10,7 @@ use shardcheck_engine::{
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
 
+use crate::check::elements;
 use crate::id::Tokens;
 use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step, turns};
 
@@ -206,16 +207,10 @@ impl StackCase {
     }
 }
 
-/// Product of sizes, as large as there is where it is larger.
-fn elements(shape: &[usize]) -> usize {
-    shape.iter().fold(1, |product: usize, size| product.saturating_mul(*size))
-}
-
 impl Case {
     /// A case of a stack of the current schema version.
     pub fn stack(body: StackCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::Stack, body: Body::Stack(body), seed }
+        Self::of(Family::Stack, Body::Stack(body), seed)
     }
 }
 
@@ -227,16 +222,12 @@ mod tests {
 
     #[test]
     fn an_id_and_the_json_read_back() {
-        let case: Case = ID.parse().unwrap();
-        assert_eq!(case.id(), ID);
-        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
         assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None });
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
-        let case: Case = id.parse().unwrap();
-        assert_eq!(case.id(), id);
-        assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
+        let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };
         assert_eq!((body.plan().dense(), body.plan().mixtures()), (1, 1));
     }

@@ -5,7 +5,7 @@ use shardcheck_engine::{Configuration, Operation, PcpPlan, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::PcpCase;
-use crate::check::check_attention;
+use crate::check::{check_attention, elements};
 use crate::id::{Tokens, read_cache_format, read_configuration, spell_configuration};
 use crate::{
     AttentionCase, Body, Case, CaseError, Family, Inputs, Placement, Probe, Request, Workload,
@@ -112,8 +112,7 @@ impl AttendPcpCase {
             ("gathered keys", [ranks, tokens, c.attention.kv_heads(), width]),
             ("local outputs", [ranks, rows, c.total_heads(), width]),
         ] {
-            let elements = extents.iter().try_fold(1usize, |product, extent| product.checked_mul(*extent));
-            if elements.is_none_or(|elements| elements > MAX_SHARED_ELEMENTS) {
+            if elements(&extents) > MAX_SHARED_ELEMENTS {
                 return fail(format!("the {what} of shape {extents:?} have more than 2^26 elements"));
             }
         }
@@ -169,8 +168,7 @@ fn workload(batch: &PcpCase, placement: Placement) -> Workload {
 impl Case {
     /// A case of attention over the ranks of prefill context parallelism of the current schema version.
     pub fn attend_pcp(body: AttendPcpCase, seed: u64) -> Self {
-        let schema_version = crate::CASE_SCHEMA_VERSION;
-        Self { schema_version, family: Family::AttendPcp, body: Body::AttendPcp(body), seed }
+        Self::of(Family::AttendPcp, Body::AttendPcp(body), seed)
     }
 }
 
@@ -185,10 +183,7 @@ mod tests {
             "attend_pcp/zigzag.p2.replicated/0+11_3+5/tiny-gqa/tp2.dcp2.h2.s4.b8.n9.e4m3fn@0.5.ag_rs/seq.e4m3fn@0.25/sink/0",
             "attend_pcp/round_robin.p3.split.pad2/5+1/custom/mla16+8v12.sm0.25.tp1.dcp1.h1.s1.b4.n5.bf16.ag_rs/desc.bf16/cold/1",
         ] {
-            let case: Case = id.parse().unwrap();
-            assert_eq!(case.id(), id);
-            assert_eq!(Case::from_json(&case.to_json()).unwrap(), case);
-            case.configuration().unwrap().check().unwrap();
+            Case::read_back(id).configuration().unwrap().check().unwrap();
         }
     }
 
