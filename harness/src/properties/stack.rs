@@ -230,6 +230,12 @@ fn stream_words(place: usize, layers: usize) -> String {
     }
 }
 
+/// Of an element of what lies in the stream: before which stage, and on which rank and row.
+fn in_stream(scene: &Scene<'_>, at: &[usize]) -> String {
+    let place = stream_words(at[1], scene.material.case.layers);
+    format!("{place}, {}", on_stream(scene, at[0], at[2]))
+}
+
 /// Rows of the stream at `[place, row on the rank]` in words.
 fn on_stream(scene: &Scene<'_>, rank: usize, row: usize) -> String {
     match scene.shown.stream_row(rank, row) {
@@ -256,10 +262,7 @@ fn embedding(laboratory: &Laboratory) -> Result<Finding, Halt> {
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
-        |scene, at| {
-            let place = stream_words(at[1], scene.material.case.layers);
-            format!("{place}, {}", on_stream(scene, at[0], at[2]))
-        },
+        in_stream,
     )
 }
 
@@ -462,10 +465,7 @@ fn residual(laboratory: &Laboratory) -> Result<Finding, Halt> {
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
-        |scene, at| {
-            let place = stream_words(at[1], scene.material.case.layers);
-            format!("{place}, {}", on_stream(scene, at[0], at[2]))
-        },
+        in_stream,
     )
 }
 
