@@ -78,7 +78,7 @@ impl Named {
     }
 
     /// The engine and the fault to judge with: those that are asked for, else those of the run, which is said on standard error.
-    pub fn judged_with(&self, engine: &EngineArgs, fault: Option<&str>) -> (EngineArgs, Option<String>) {
+    fn judged_with(&self, engine: &EngineArgs, fault: Option<&str>) -> (EngineArgs, Option<String>) {
         let mut chosen = engine.clone();
         // the fault of a run belongs to its engine
         let same_engine = engine.engine.is_none() || engine.engine == self.engine;
@@ -93,7 +93,7 @@ impl Named {
         (chosen, fault.map(str::to_owned).or(of_run))
     }
 
-    /// As [`Named::judged_with`], opened.
+    /// The engine that is asked for, else that of the run, opened with the fault that is; and both by name.
     ///
     /// # Errors
     /// What opening an engine says.
