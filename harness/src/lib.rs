@@ -62,3 +62,5 @@ pub mod tally;
 mod documentation;
 #[cfg(test)]
 mod sample;
+#[cfg(test)]
+mod verdicts;

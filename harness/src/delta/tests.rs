@@ -7,27 +7,11 @@ use shardcheck_cpu::{CpuEngine, faults};
 use shardcheck_engine::Engine;
 
 use super::KdaMaterial;
-use crate::finding::Finding;
-use crate::laboratory::Laboratory;
 use crate::material::Material;
-use crate::properties;
+use crate::verdicts::findings;
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
     suite(name, seed).into_iter().filter(|case| case.family == Family::Kda).collect()
-}
-
-/// Properties that fail on the case, and the elements that those which hold have compared; none says nothing.
-fn findings(engine: &dyn Engine, case: &Case, material: &Material) -> (Vec<&'static str>, u64) {
-    let laboratory = Laboratory::new(case, engine, material);
-    let (mut failed, mut compared) = (Vec::new(), 0);
-    for property in properties::of(case) {
-        match property.judge(&laboratory) {
-            Finding::Holds(measured) => compared += measured.compared,
-            finding if finding.status().is_failure() => failed.push(property.id),
-            other => panic!("{} says nothing of {}: {other:?}", property.id, case.id()),
-        }
-    }
-    (failed, compared)
 }
 
 #[test]
@@ -55,7 +39,7 @@ fn every_fault_of_kda_fails_every_property_that_it_names_on_the_gate() {
         for fault in faults() {
             let failed = seen.entry(fault.name).or_default();
             if !done(failed, fault.killed_by) {
-                failed.extend(findings(&CpuEngine::with_fault(fault), &case, &material).0);
+                failed.extend(findings(&CpuEngine::with_fault(fault), &case, &material).0.into_keys());
             }
         }
     }

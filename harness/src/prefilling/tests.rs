@@ -9,20 +9,11 @@ use shardcheck_formats::Dtype;
 
 use super::PrefillMaterial;
 use crate::judge::Allowed;
-use crate::laboratory::Laboratory;
-use crate::material::Material;
-use crate::properties;
 use crate::status::Status;
+use crate::verdicts::judged;
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
     suite(name, seed).into_iter().filter(|case| case.family == Family::AttendPcp).collect()
-}
-
-/// Statuses of the properties of the case.
-fn judged(engine: &dyn Engine, case: &Case) -> Vec<(&'static str, Status)> {
-    let material = Material::of(case, engine.profile()).unwrap();
-    let laboratory = Laboratory::new(case, engine, &material);
-    properties::of(case).map(|property| (property.id, property.judge(&laboratory).status())).collect()
 }
 
 fn body(case: &Case) -> &shardcheck_cases::AttendPcpCase {

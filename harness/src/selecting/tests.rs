@@ -7,25 +7,12 @@ use shardcheck_cpu::{CpuEngine, faults};
 use shardcheck_engine::{Engine, SelectionMode};
 use shardcheck_references::sparse::certain;
 
-use crate::laboratory::Laboratory;
-use crate::material::Material;
-use crate::properties;
 use crate::selecting::SelectMaterial;
 use crate::status::Status;
+use crate::verdicts::{failures, judged};
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
     suite(name, seed).into_iter().filter(|case| case.family == Family::SelectSparse).collect()
-}
-
-/// Statuses of the properties of the case.
-fn judged(engine: &dyn Engine, case: &Case) -> Vec<(&'static str, Status)> {
-    let material = Material::of(case, engine.profile()).unwrap();
-    let laboratory = Laboratory::new(case, engine, &material);
-    properties::of(case).map(|property| (property.id, property.judge(&laboratory).status())).collect()
-}
-
-fn failures(engine: &dyn Engine, case: &Case) -> Vec<&'static str> {
-    judged(engine, case).into_iter().filter(|(_, status)| status.is_failure()).map(|(id, _)| id).collect()
 }
 
 #[test]

@@ -6,29 +6,11 @@ use shardcheck_cases::{Case, Family, SuiteName, suite};
 use shardcheck_cpu::{CpuEngine, fault, faults};
 use shardcheck_engine::Engine;
 
-use crate::finding::Finding;
-use crate::laboratory::Laboratory;
 use crate::material::Material;
-use crate::properties;
+use crate::verdicts::findings;
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
     suite(name, seed).into_iter().filter(|case| case.family == Family::Stack).collect()
-}
-
-/// Properties that fail on the case with what they say, and the elements that those which hold have compared; none says nothing.
-fn findings(engine: &dyn Engine, case: &Case, material: &Material) -> (BTreeMap<&'static str, String>, u64) {
-    let laboratory = Laboratory::new(case, engine, material);
-    let (mut failed, mut compared) = (BTreeMap::new(), 0);
-    for property in properties::of(case) {
-        match property.judge(&laboratory) {
-            Finding::Holds(measured) => compared += measured.compared,
-            finding if finding.status().is_failure() => {
-                failed.insert(property.id, format!("{finding:?}"));
-            }
-            other => panic!("{} says nothing of {}: {other:?}", property.id, case.id()),
-        }
-    }
-    (failed, compared)
 }
 
 #[test]
