@@ -315,7 +315,7 @@ impl Tokens {
         })
     }
 
-    fn take_flag(&mut self, name: &str) -> bool {
+    pub(crate) fn take_flag(&mut self, name: &str) -> bool {
         self.take(|token| (token == name).then_some(())).is_some()
     }
 

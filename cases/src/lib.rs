@@ -46,6 +46,6 @@ pub use sequence::{
     generate_sequence, peak_blocks, turns,
 };
 pub use sparse::{IndexPattern, SelectCase};
-pub use stack::{StackCase, StackInputs, StackMixture, StackTurn, generate_stack};
+pub use stack::{StackCase, StackInputs, StackMixture, StackTurn, StackWiring, generate_stack};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -1,6 +1,8 @@
 //! Cases of a whole transformer: a session whose steps run through all its layers.
 
 mod inputs;
+mod script;
+mod wired;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
@@ -12,8 +14,10 @@ pub use inputs::{StackInputs, StackTurn, generate_stack};
 
 use crate::check::elements;
 use crate::id::Tokens;
-use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step, turns};
+use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step};
 
+/// Base of the rotary frequencies.
+const THETA: f64 = 10_000.0;
 /// Most layers.
 const MAX_LAYERS: usize = 64;
 /// Widest stream, MLP and vocabulary.
@@ -33,6 +37,17 @@ pub struct StackMixture {
     pub dense: usize,
 }
 
+/// Weights that are not drawn but laid out, so that what a whole run must give is known: attention of each layer finds one token, and the
+/// token behind a row is the one that stood behind the same token before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct StackWiring {
+    /// Drafts of a request in each step, by a draft head; 0: there is none.
+    pub drafts: usize,
+    /// Steps behind those of the session in which every request's drafts are verified and new ones made.
+    pub rounds: usize,
+}
+
 /// A transformer, and the session that runs it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -50,6 +65,9 @@ pub struct StackCase {
     /// Layers that have experts in place of an MLP; absent: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mixture: Option<StackMixture>,
+    /// How weights and tokens are laid out; absent: they are drawn.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub wiring: Option<StackWiring>,
     /// What the session is opened with, and its steps, of which a run is one through all layers.
     pub session: SequenceCase,
 }
@@ -68,7 +86,18 @@ impl StackCase {
             scale: 1.0,
         };
         let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
-        StackPlan { layers: self.layers, stream: self.stream, experts }
+        StackPlan { layers: self.layers, stream: self.stream, experts, drafts: self.drafts() }
+    }
+
+    /// Drafts of a request in each step; 0 without a draft head.
+    pub fn drafts(&self) -> usize {
+        self.wiring.map_or(0, |wiring| wiring.drafts)
+    }
+
+    /// Whether the session has nothing but runs of new rows.
+    fn is_prompts(&self) -> bool {
+        let is_run = |step: &Step| matches!(step, Step::Run { kind: RunKind::Verify, .. });
+        self.session.steps.iter().all(is_run)
     }
 
     /// Each step.
@@ -95,7 +124,8 @@ impl StackCase {
         let configuration = self.configuration();
         let (heads, attention) = (configuration.total_heads(), configuration.attention);
         let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
-        let (dense, mixtures) = (self.plan().dense(), self.plan().mixtures());
+        let (head, mixtures) = (self.plan().heads_of_drafts(), self.plan().mixtures());
+        let (layers, dense) = (layers + head, self.plan().dense() + head);
         let mut shapes = vec![
             ("embedding", vec![vocabulary, hidden]),
             ("w_query", vec![layers, heads, key_dim, hidden]),
@@ -107,6 +137,9 @@ impl StackCase {
             ("w_down", vec![dense, hidden, inner]),
             ("w_head", vec![vocabulary, hidden]),
         ];
+        if head > 0 {
+            shapes.push(("w_draft", vec![hidden, 2 * hidden]));
+        }
         if let Some(StackMixture { experts, .. }) = self.mixture {
             shapes.extend([
                 ("w_router", vec![mixtures, experts, hidden]),
@@ -159,8 +192,11 @@ impl StackCase {
                 "{step} is no step through layers; rows of any number are v, single ones d"
             ));
         }
+        if self.wiring.is_some() {
+            wired::check(self).map_err(CaseError::OutOfRange)?;
+        }
         let weights = self.weight_shapes().iter().map(|(_, shape)| elements(shape)).max().unwrap_or(0);
-        let turns = turns(&self.session, 0).map_err(CaseError::OutOfRange)?;
+        let turns = script::Script::of(self, 0).and_then(|script| script.turns(0)).map_err(CaseError::OutOfRange)?;
         let rows: usize =
             turns.iter().map(|turn| turn.new_tokens.iter().sum::<usize>() + turn.padded_rows).sum();
         let row = self.plan().places() * self.hidden * 3
@@ -173,13 +209,19 @@ impl StackCase {
         Ok(())
     }
 
-    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer.
+    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer;
+    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
         let mixture = self
             .mixture
             .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
-        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}")
+        let wiring = match self.wiring {
+            None => String::new(),
+            Some(StackWiring { drafts: 0, .. }) => ".wired".to_owned(),
+            Some(StackWiring { drafts, rounds }) => format!(".wired.m{drafts}.r{rounds}"),
+        };
+        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{wiring}")
     }
 
     /// Reads what [`Self::spell`] wrote.
@@ -193,6 +235,13 @@ impl StackCase {
                 dense: tokens.need_number("d")?,
             }),
         };
+        let wiring = match tokens.take_flag("wired") {
+            false => None,
+            true => Some(match tokens.take_number("m") {
+                None => StackWiring { drafts: 0, rounds: 0 },
+                Some(drafts) => StackWiring { drafts, rounds: tokens.need_number("r")? },
+            }),
+        };
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -200,6 +249,7 @@ impl StackCase {
             vocabulary: tokens.need_number("v")?,
             stream: tokens.need("layout of the stream", &StreamLayout::ALL, StreamLayout::name)?,
             mixture,
+            wiring,
             session,
         };
         tokens.finish()?;
@@ -225,7 +275,7 @@ mod tests {
         let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None });
+        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, drafts: 0 });
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };

@@ -4,6 +4,7 @@
 //! a stage that is wrong does not make those behind it fail.
 
 mod keys;
+mod whole;
 
 use std::collections::BTreeMap;
 
@@ -25,6 +26,7 @@ use crate::material::AttentionMaterial;
 use crate::routing::Routing;
 
 pub use keys::KeyStore;
+pub use whole::{Drafts, WholeRun};
 
 /// Material of one case of a stack.
 pub struct StackMaterial {
@@ -66,6 +68,14 @@ impl StackMaterial {
         let read = |(name, tensor): (&str, &Tensor)| (name.to_owned(), (tensor.shape()[0], tensor.to_f32()));
         let weights = inputs.weights.iter().map(read).collect();
         Ok(Self { case: case.clone(), inputs, layout, weights, contract, profile: profile.clone(), seed })
+    }
+
+    /// That of another case for the same engine.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when there is none.
+    pub fn variant(&self, case: &StackCase) -> Result<Self, Halt> {
+        Self::new(case, self.seed, &self.profile).map_err(Halt::Inconclusive)
     }
 
     /// What the session reaches.
@@ -122,7 +132,7 @@ impl StackMaterial {
     /// A run in words: the number of its step and the step as it stands in the id.
     pub fn name(&self, turn: &StackTurn) -> String {
         let step = turn.turn.step;
-        format!("step {} ({})", step + 1, self.case.session.steps[step])
+        format!("step {} ({})", step + 1, self.inputs.session.steps[step])
     }
 
     /// A row in words: its request and position.
@@ -252,7 +262,7 @@ impl StackMaterial {
         inputs.query = query;
         inputs.keys = keys;
         inputs.w_uv = Some(self.weight("w_uv", Some(layer)).to_vec());
-        let case = turn.turn.case(&self.case.session);
+        let case = turn.turn.case(&self.inputs.session);
         let material =
             AttentionMaterial::over(turn.turn.kind.family(), case, self.seed, &self.profile, inputs)
                 .map_err(Halt::Inconclusive)?;

@@ -19,6 +19,8 @@
 //! * [`sparse`] — which tokens an indexer selects for a row.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
+//! * [`stack`] — what stands between two attentions of a transformer.
+//! * [`whole`] — a transformer from its first stage to its last, without looking at an engine.
 //! * [`probe`] — inputs whose right answers are integers.
 
 pub mod acceptance;
@@ -39,3 +41,4 @@ pub mod split;
 pub mod stack;
 pub mod statistics;
 pub mod visibility;
+pub mod whole;

@@ -9,16 +9,28 @@ use shardcheck_formats::contract::Contract;
 use crate::bound::{U32, gamma};
 use crate::kda::surround::root_mean_square;
 use crate::kda::{Arithmetic, Near};
-use crate::moe::{Addend, Mlp, Reduction, Term, combine, mlp};
+use crate::moe::{Addend, Mlp, Reduction, Term, combine, mlp, mlp_of};
+
+/// A row that is known exactly.
+pub fn exact(x: &[f32]) -> Vec<Near> {
+    x.iter().map(|x| Near { value: f64::from(*x), error: 0.0 }).collect()
+}
+
+/// `x / √(mean x² + ε) · weight` of a row that is known exactly.
+///
+/// # Panics
+/// When lengths differ.
+pub fn norm(x: &[f32], weight: &[f32], epsilon: f64, contract: &Contract) -> Vec<Near> {
+    norm_of(&exact(x), weight, epsilon, contract)
+}
 
 /// `x / √(mean x² + ε) · weight`.
 ///
 /// # Panics
 /// When lengths differ.
-pub fn norm(x: &[f32], weight: &[f32], epsilon: f64, contract: &Contract) -> Vec<Near> {
+pub fn norm_of(x: &[Near], weight: &[f32], epsilon: f64, contract: &Contract) -> Vec<Near> {
     assert_eq!(x.len(), weight.len(), "a weight for each element");
-    let exact: Vec<Near> = x.iter().map(|x| Near { value: f64::from(*x), error: 0.0 }).collect();
-    let unit = root_mean_square(&exact, epsilon, &Arithmetic::of(contract, 1));
+    let unit = root_mean_square(x, epsilon, &Arithmetic::of(contract, 1));
     unit.iter()
         .zip(weight)
         .map(|(unit, weight)| {
@@ -28,16 +40,28 @@ pub fn norm(x: &[f32], weight: &[f32], epsilon: f64, contract: &Contract) -> Vec
         .collect()
 }
 
-/// `W x` of weights `[outputs, inputs]`: each element within `γ(depth + 1, u_acc)Σ|w·x|`.
+/// `W x` of weights `[outputs, inputs]` and a row that is known exactly.
 pub fn project(weights: &[f32], x: &[f32], contract: &Contract) -> Vec<Near> {
+    project_of(weights, &exact(x), contract)
+}
+
+/// `W x` of weights `[outputs, inputs]`: each element within `γ(depth + 1, u_acc)Σ|w|(|x| + Δx) + Σ|w|Δx`.
+pub fn project_of(weights: &[f32], x: &[Near], contract: &Contract) -> Vec<Near> {
     let rounding = gamma(contract.depth_for(x.len()) + 1, contract.u_acc);
     weights
         .chunks_exact(x.len().max(1))
         .map(|row| {
-            let products = || row.iter().zip(x).map(|(w, x)| f64::from(*w) * f64::from(*x));
-            Near { value: products().sum(), error: rounding * products().map(f64::abs).sum::<f64>() }
+            let products = || row.iter().zip(x);
+            let value = products().map(|(w, x)| f64::from(*w) * x.value).sum();
+            let moved: f64 = products().map(|(w, x)| f64::from(w.abs()) * x.error).sum();
+            Near { value, error: moved + rounding * reach(row, x) }
         })
         .collect()
+}
+
+/// `Σ|w|(|x| + Δx)`.
+fn reach(weights: &[f32], x: &[Near]) -> f64 {
+    weights.iter().zip(x).map(|(w, x)| f64::from(w.abs()) * (x.value.abs() + x.error)).sum()
 }
 
 /// A projected vector as it is stored, its last elements turned by given cosines and sines, element i with i + half.
@@ -70,10 +94,13 @@ pub fn turned(vector: &[Near], cos: &[f32], sin: &[f32], contract: &Contract) ->
 
 /// Sum over ranks of the products of a matrix `[outputs, inputs]` whose columns are shared out over them.
 pub fn summed(weights: &[f32], x: &[f32], ranks: usize, contract: &Contract) -> Vec<Near> {
-    let projected = project(weights, x, contract);
-    let sizes = weights
-        .chunks_exact(x.len().max(1))
-        .map(|row| row.iter().zip(x).map(|(w, x)| (f64::from(*w) * f64::from(*x)).abs()).sum::<f64>());
+    summed_of(weights, &exact(x), ranks, contract)
+}
+
+/// As [`summed`], of a row with errors.
+pub fn summed_of(weights: &[f32], x: &[Near], ranks: usize, contract: &Contract) -> Vec<Near> {
+    let projected = project_of(weights, x, contract);
+    let sizes = weights.chunks_exact(x.len().max(1)).map(|row| reach(row, x));
     let term = Term {
         out: projected.iter().map(|near| near.value).collect(),
         error: projected.iter().map(|near| near.error).collect(),
@@ -84,7 +111,12 @@ pub fn summed(weights: &[f32], x: &[f32], ranks: usize, contract: &Contract) -> 
 
 /// Sum over ranks of an MLP whose inner width is shared out over them.
 pub fn feed_forward(weights: &Mlp<'_>, x: &[f32], ranks: usize, contract: &Contract) -> Vec<Near> {
-    over_ranks(&mlp(weights, x, contract), ranks, contract)
+    feed_forward_of(weights, &exact(x), ranks, contract)
+}
+
+/// As [`feed_forward`], of a row with errors.
+pub fn feed_forward_of(weights: &Mlp<'_>, x: &[Near], ranks: usize, contract: &Contract) -> Vec<Near> {
+    over_ranks(&mlp_of(weights, x, contract), ranks, contract)
 }
 
 /// Sum over ranks of the experts of a row, each by its weight and the error of that, whole experts being shared out over the ranks.
@@ -113,13 +145,24 @@ fn near((values, errors): (Vec<f64>, Vec<f64>)) -> Vec<Near> {
 
 /// The stream behind an update: one sum of binary32.
 pub fn joined(stream: f32, update: f32) -> Near {
-    let value = f64::from(stream) + f64::from(update);
-    Near { value, error: U32 * value.abs() }
+    let exact = |value: f32| Near { value: f64::from(value), error: 0.0 };
+    joined_of(exact(stream), exact(update))
+}
+
+/// As [`joined`], of values with errors.
+pub fn joined_of(stream: Near, update: Near) -> Near {
+    let (value, moved) = (stream.value + update.value, stream.error + update.error);
+    Near { value, error: moved + U32 * (value.abs() + moved) }
 }
 
 /// Logits of a row: products that may be stored in the contract's partial format before they are 32 bits wide.
 pub fn logits(head: &[f32], x: &[f32], contract: &Contract) -> Vec<Near> {
-    project(head, x, contract)
+    logits_of(head, &exact(x), contract)
+}
+
+/// As [`logits`], of a row with errors.
+pub fn logits_of(head: &[f32], x: &[Near], contract: &Contract) -> Vec<Near> {
+    project_of(head, x, contract)
         .into_iter()
         .map(|near| {
             let largest = near.value.abs() + near.error;

@@ -3,8 +3,9 @@
 use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, round_bf16};
 
-use super::StackCase;
-use crate::{Inputs, Turn, turns};
+use super::script::Script;
+use super::{StackCase, THETA, wired};
+use crate::{Inputs, SequenceCase, Turn};
 
 /// Streams of a case's seed.
 #[derive(Clone, Copy)]
@@ -15,8 +16,6 @@ enum Stream {
 
 /// Deviation of the scores: some tokens carry most of the weight, so that a wrong one moves much.
 const SCORE: f64 = 1.5;
-/// Base of the rotary frequencies.
-const THETA: f64 = 10_000.0;
 
 /// Inputs of one case.
 #[derive(Debug, Clone)]
@@ -25,6 +24,8 @@ pub struct StackInputs {
     pub weights: Tensors,
     /// Token of the vocabulary of each token of the session, by its number there.
     pub tokens: Vec<i32>,
+    /// The session whose runs these are: that of the case, with the steps of drafts behind its own.
+    pub session: SequenceCase,
     /// Runs, in order.
     pub turns: Vec<StackTurn>,
 }
@@ -36,6 +37,10 @@ pub struct StackTurn {
     pub turn: Turn,
     /// The run as a step of attention; its queries and keys stand for those of no layer.
     pub inputs: Inputs,
+    /// How many of each request's rows, the last ones, are drafts.
+    pub drafted: Vec<i32>,
+    /// Token behind the last row of each request where it is known already, or −1.
+    pub next: Vec<i32>,
 }
 
 /// Makes the inputs of a case. Equal arguments give equal inputs.
@@ -43,14 +48,26 @@ pub struct StackTurn {
 /// # Errors
 /// The first step of the session that can't be taken, and why.
 pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String> {
-    let of_turn = |turn: Turn| StackTurn { inputs: turn.inputs(&case.session, seed), turn };
-    let turns: Vec<StackTurn> = turns(&case.session, seed)?.into_iter().map(of_turn).collect();
+    let script = Script::of(case, seed)?;
+    let of_turn = |(index, turn): (usize, Turn)| {
+        let run = script.runs.get(index).cloned().unwrap_or_default();
+        StackTurn { inputs: turn.inputs(&script.session, seed), turn, drafted: run.drafted, next: run.next }
+    };
+    let turns: Vec<StackTurn> = script.turns(seed)?.into_iter().enumerate().map(of_turn).collect();
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
     let count = numbers.max().map_or(0, |last| last as usize + 1);
     let longest = turns.iter().flat_map(|own| own.turn.tokens.iter().map(Vec::len)).max().unwrap_or(0);
     let mut counter = Counter::new(seed, Stream::Tokens as u32);
-    let tokens = (0..count).map(|_| counter.below(case.vocabulary as u64) as i32).collect();
-    Ok(StackInputs { weights: weights(case, seed, longest), tokens, turns })
+    let mut tokens: Vec<i32> = (0..count).map(|_| counter.below(case.vocabulary as u64) as i32).collect();
+    for (turn, run) in turns.iter().zip(&script.runs) {
+        for (numbers, fed) in turn.turn.tokens.iter().zip(&run.fed) {
+            let new = &numbers[numbers.len() - fed.len()..];
+            new.iter().zip(fed).for_each(|(number, token)| tokens[*number as usize] = *token as i32);
+        }
+    }
+    // a draft head goes on behind the tokens of the session
+    let positions = longest + case.drafts();
+    Ok(StackInputs { weights: weights(case, seed, positions), tokens, session: script.session, turns })
 }
 
 fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
@@ -64,7 +81,13 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
     let score = SCORE / (f64::from(configuration.softmax_scale) * unit * (attention.qk_dim() as f64).sqrt());
     let attended = (configuration.total_heads() * attention.v_head_dim()) as f64;
     let mut tensors = Tensors::new();
+    let laid_out = case.wiring.map(|_| wired::weights(case));
     for (name, shape) in case.weight_shapes() {
+        if let Some(values) = laid_out.as_ref().map(|all| &all[name]) {
+            let values: Vec<f32> = values.iter().map(|value| round_bf16(*value as f32)).collect();
+            tensors.insert(name, Tensor::from_f32(Dtype::Bf16, &shape, &values));
+            continue;
+        }
         let deviation = match name {
             "embedding" => 1.0,
             "w_query" => score / hidden.sqrt(),
@@ -82,9 +105,10 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
             .collect();
         tensors.insert(name, Tensor::from_f32(Dtype::Bf16, &shape, &values));
     }
-    let places = case.plan().places();
+    let places = case.plan().norms();
+    let spread = if case.wiring.is_some() { 0.0 } else { 0.25 };
     let norm: Vec<f32> =
-        (0..places * case.hidden).map(|_| (1.0 + 0.25 * counter.gaussian()) as f32).collect();
+        (0..places * case.hidden).map(|_| (1.0 + spread * counter.gaussian()) as f32).collect();
     tensors.insert("norm_weight", Tensor::from_f32(Dtype::F32, &[places, case.hidden], &norm));
     tensors.insert("rotary", rotary(case.rotary(), positions));
     tensors
@@ -120,6 +144,11 @@ impl StackInputs {
     pub fn tensors(&self, case: &StackCase, turn: &StackTurn) -> Tensors {
         let ids = self.token_ids(case, turn);
         let mut tensors = turn.inputs.layout().with("token_ids", Tensor::from_i32(&[ids.len()], &ids));
+        if case.drafts() > 0 {
+            let of_requests = |values: &[i32]| Tensor::from_i32(&[values.len()], values);
+            tensors.insert("draft_counts", of_requests(&turn.drafted));
+            tensors.insert("next_tokens", of_requests(&turn.next));
+        }
         for (name, tensor) in self.weights.iter() {
             tensors.insert(name, tensor.clone());
         }
@@ -148,6 +177,8 @@ mod tests {
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
         let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
+        let of_drafts = ["w_draft", "draft_counts", "next_tokens"];
+        let given = given.filter(|tensor| !of_drafts.contains(&tensor.name));
         let (absent, there): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
             given.clone().partition(|tensor| of_experts.contains(&tensor.name));
         assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));

@@ -1,6 +1,6 @@
 //! Smaller stacks: fewer layers, narrower ones, a smaller vocabulary, a stream that is not sharded, and smaller sessions.
 
-use shardcheck_cases::{Body, Case, StackCase, StackMixture};
+use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackWiring};
 use shardcheck_engine::StreamLayout;
 
 use super::session;
@@ -29,6 +29,15 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
         narrower(own.top_k).for_each(|top_k| mixed(StackMixture { top_k, ..own }));
         (0..own.dense).for_each(|dense| mixed(StackMixture { dense, ..own }));
     }
+    if let Some(own) = case.wiring {
+        let mut wired = |wiring: StackWiring| add(StackCase { wiring: Some(wiring), ..case.clone() });
+        (1..own.drafts).for_each(|drafts| wired(StackWiring { drafts, ..own }));
+        narrower(own.rounds).for_each(|rounds| wired(StackWiring { rounds, ..own }));
+        if own.drafts > 0 {
+            wired(StackWiring { drafts: 0, rounds: 0 });
+        }
+        add(StackCase { wiring: None, ..case.clone() });
+    }
     let sessions = session::moves(&Case::sequence(case.session.clone(), whole.seed), &case.session);
     for smaller in sessions {
         if let Body::Sequence(session) = smaller.body {
@@ -53,6 +62,7 @@ pub(super) fn plainness(case: &StackCase) -> Vec<u64> {
         case.layers as u64,
         u64::from(case.stream != StreamLayout::Whole),
         case.mixture.map_or(0, |own| (1 + own.experts + own.top_k + own.dense) as u64),
+        case.wiring.map_or(0, |own| (1 + own.drafts + own.rounds) as u64),
         case.vocabulary as u64,
     ]);
     plain

@@ -5,6 +5,7 @@ use shardcheck_formats::contract::{Contract, Merge};
 use shardcheck_formats::dtype::Dtype;
 
 use crate::bound::{U32, gamma};
+use crate::kda::Near;
 
 /// Weights of a gated or linear MLP, row-major, exact.
 #[derive(Debug, Clone, Copy)]
@@ -28,23 +29,33 @@ pub struct Term {
     pub reach: Vec<f64>,
 }
 
-/// `W_down act(x)`, sums in binary32 with the contract's accumulation, the activation stored in the contract's `p_dtype`.
-///
-/// With `Δg`, `Δu` of gate and up, `γ(depth + 1, u_acc)Σ|x||w|` each: silu has a slope below 1.1 and its own arithmetic an error of
-/// (4·kexp + 6)u, so `Δa = (1.1Δg + (4·kexp + 6)u(|silu| + 1.1Δg))(|u| + Δu) + |silu|Δu + u|a|`, and half a unit of `p_dtype` for storing
-/// it; `Δy = Σ Δa|w| + γ(depth + 2, u_acc)Σ(|a| + Δa)|w|`.
+/// `W_down act(x)` of a row that is known exactly; as [`mlp_of`].
 ///
 /// # Panics
 /// When shapes do not fit.
 pub fn mlp(weights: &Mlp<'_>, x: &[f32], contract: &Contract) -> Term {
+    let exact: Vec<Near> = x.iter().map(|x| Near { value: f64::from(*x), error: 0.0 }).collect();
+    mlp_of(weights, &exact, contract)
+}
+
+/// `W_down act(x)`, sums in binary32 with the contract's accumulation, the activation stored in the contract's `p_dtype`.
+///
+/// With `Δg`, `Δu` of gate and up, `γ(depth + 1, u_acc)Σ(|x| + Δx)|w| + ΣΔx|w|` each: silu has a slope below 1.1 and its own arithmetic an
+/// error of (4·kexp + 6)u, so `Δa = (1.1Δg + (4·kexp + 6)u(|silu| + 1.1Δg))(|u| + Δu) + |silu|Δu + u|a|`, and half a unit of `p_dtype` for
+/// storing it; `Δy = Σ Δa|w| + γ(depth + 2, u_acc)Σ(|a| + Δa)|w|`.
+///
+/// # Panics
+/// When shapes do not fit.
+pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
     let (hidden, inner) = (x.len(), weights.up.len() / x.len().max(1));
     assert!(weights.up.len() == hidden * inner && weights.down.len() == hidden * inner, "shapes do not fit");
     let chain = |count: usize, more: usize| gamma(contract.depth_for(count) + more, contract.u_acc);
     let row = |matrix: &[f32], index: usize| {
         let products = || matrix[index * hidden..(index + 1) * hidden].iter().zip(x);
-        let value: f64 = products().map(|(w, x)| f64::from(*w) * f64::from(*x)).sum();
-        let size: f64 = products().map(|(w, x)| f64::from(w.abs()) * f64::from(x.abs())).sum();
-        (value, chain(hidden, 1) * size)
+        let value: f64 = products().map(|(w, x)| f64::from(*w) * x.value).sum();
+        let moved: f64 = products().map(|(w, x)| f64::from(w.abs()) * x.error).sum();
+        let size: f64 = products().map(|(w, x)| f64::from(w.abs()) * (x.value.abs() + x.error)).sum();
+        (value, chain(hidden, 1) * size + moved)
     };
     let stored = |value: f64, error: f64| {
         error + contract.p_dtype.map_or(0.0, |dtype| half_ulp(dtype, value.abs() + error))

@@ -4,6 +4,7 @@
 //! Order of a layer, residual stream and norms: vLLM `DeepseekV2DecoderLayer`; vocabulary over ranks: vLLM `VocabParallelEmbedding`,
 //! `ParallelLMHead`; the stream over ranks: sequence parallelism of vLLM and TensorCast.
 
+mod draft;
 mod weights;
 mod worker;
 
@@ -26,9 +27,11 @@ use crate::memory::{Memory, Metadata, WriteMap};
 use crate::policies::{Policies, TableUse};
 use crate::write::WriteBatch;
 
+use draft::Target;
 use weights::{FeedForward, Sizes, Weights};
 use worker::{Rows, Worker};
 
+pub use draft::DraftPolicies;
 pub use worker::{Part, largest};
 
 /// What a stack decides.
@@ -74,6 +77,8 @@ pub struct StackPolicies {
     pub shard_order: fn(usize) -> Vec<usize>,
     /// Token of the logits, given the rank's own entries.
     pub greedy: fn(&[f32], &Range<usize>) -> usize,
+    /// What a draft head decides.
+    pub draft: DraftPolicies,
 }
 
 impl StackPolicies {
@@ -99,6 +104,7 @@ impl StackPolicies {
         row_order: |ranks| (0..ranks).collect(),
         shard_order: |ranks| (0..ranks).collect(),
         greedy: |logits, _| largest(logits),
+        draft: DraftPolicies::HEALTHY,
     };
 }
 
@@ -167,7 +173,8 @@ pub fn forward(
         caches: vec![RankCache::unwritten(scene.configuration); scene.configuration.tp],
         memories: vec![Memory::default(); scene.configuration.tp],
     };
-    memory.layers.resize_with(plan.layers.max(memory.layers.len()), fresh);
+    let layers = plan.layers + plan.heads_of_drafts();
+    memory.layers.resize_with(layers.max(memory.layers.len()), fresh);
     let ranks = scene.configuration.tp;
     let step = Step { scene, plan, weights: &weights, rows: &rows };
     let mut passage =
@@ -181,14 +188,24 @@ pub fn forward(
         let (logits, tokens) = worker.logits(&normed)?;
         Ok((normed, logits, tokens))
     })?;
+    let mut normed_rows = Vec::new();
     for ((seen, (normed, logits, tokens)), stream) in passage.seen.iter_mut().zip(last).zip(&passage.streams)
     {
         seen.hidden.extend(stream);
-        seen.normed.extend(normed);
+        seen.normed.extend(&normed);
         seen.logits = logits;
         seen.tokens = tokens;
+        normed_rows.push(normed);
     }
-    Ok(step.reply(passage))
+    if plan.drafts == 0 {
+        return Ok(step.reply(passage));
+    }
+    let tokens = passage.seen[0].tokens.clone();
+    let target = Target { tokens: &tokens, normed: &normed_rows };
+    let drafts = draft::propose(&step, inputs, &target, memory, &mut passage.collectives)?;
+    let mut reply = step.reply(passage);
+    drafts.iter().for_each(|(name, tensor)| reply.outputs.insert(name, tensor.clone()));
+    Ok(reply)
 }
 
 /// Tokens and positions of the rows.
@@ -258,6 +275,18 @@ impl Passage {
 }
 
 impl Step<'_> {
+    /// Place of the norm before a layer's attention; the next one is that before its MLP.
+    fn place(&self, layer: usize) -> usize {
+        if layer < self.plan.layers { 2 * layer } else { self.plan.places() + 2 }
+    }
+
+    /// Layer whose cache a layer uses.
+    fn cache(&self, to: TableUse, layer: usize) -> usize {
+        let stack = &self.scene.policies.stack;
+        let own = (stack.cache)(to, layer);
+        if layer < self.plan.layers { own } else { (stack.draft.cache)(layer, layer - 1) }
+    }
+
     fn layer(
         &self,
         layer: usize,
@@ -266,7 +295,7 @@ impl Step<'_> {
     ) -> Result<(), EngineError> {
         let stack = &self.scene.policies.stack;
         let projected = passage.all(self, |worker, stream| {
-            let normed = worker.normed(stream, 2 * layer)?;
+            let normed = worker.normed(stream, self.place(layer))?;
             let (query, key) = worker.project(&normed, layer);
             Ok((normed, query, key))
         })?;
@@ -285,7 +314,7 @@ impl Step<'_> {
             let rank = worker.link.rank;
             let update = worker.attention_update(stream, of_rank(rank), layer)?;
             let middle = worker.joined(stream, &projected[rank].0, &update);
-            let normed = worker.normed(&middle, 2 * layer + 1)?;
+            let normed = worker.normed(&middle, self.place(layer) + 1)?;
             Ok((update, middle, normed))
         })?;
         for (rank, (update, middle, normed)) in behind.iter().enumerate() {
@@ -375,7 +404,7 @@ impl Step<'_> {
             requests: refs.iter().map(|row| row.map_or(-1, |row| row.request as i64)).collect(),
             table: batch.table.clone(),
         };
-        let target = (policies.stack.cache)(TableUse::Write, layer);
+        let target = self.cache(TableUse::Write, layer);
         let LayerMemory { caches, memories } = &mut memory.layers[target];
         for (rank, (cache, memory)) in caches.iter_mut().zip(memories).enumerate() {
             let format = KvFormat::of(self.scene.configuration);
@@ -405,7 +434,7 @@ impl Step<'_> {
             .with("w_uv", self.weights.layers[layer].up_projection.clone());
         let metadata: Vec<Metadata> =
             self.scene.metadata.iter().map(|own| self.in_layer(layer, own)).collect();
-        let source = (policies.stack.cache)(TableUse::Attend, layer);
+        let source = self.cache(TableUse::Attend, layer);
         let caches = &memory.layers[source].caches;
         let reply = attend((configuration, grids), caches, (&inputs, None), &metadata, ranks, policies)?;
         passage.count(&reply.collectives);

@@ -42,6 +42,18 @@ pub struct StackPlan {
     /// Layers that have experts in place of an MLP, whole experts being shared out over the ranks; absent: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<StackExperts>,
+    /// Drafts k of a request in each step, by a draft head (multi-token prediction); 0: there is none.
+    ///
+    /// Behind the last layer an engine accepts, of a request's drafts, those in front of the first that is not the token of the row
+    /// before it. The head then runs over the rows up to the last accepted one, each with the token behind it and the row's
+    /// normed stream, through a layer with a cache of its own; its row behind the last accepted one gives the first new draft. Each further
+    /// draft is a row more, with the draft before it and the head's own stream.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub drafts: usize,
+}
+
+fn is_zero(count: &usize) -> bool {
+    *count == 0
 }
 
 impl StackPlan {
@@ -66,6 +78,17 @@ impl StackPlan {
         self.layers - self.dense()
     }
 
+    /// Layers M of draft heads, whose weights stand behind those of the others: 1 where drafts are made.
+    pub fn heads_of_drafts(&self) -> usize {
+        self.drafts.min(1)
+    }
+
+    /// Norms: one for each place, and five of a draft head: of the token behind a row, of the row's stream, before attention, before the MLP, and the
+    /// last.
+    pub fn norms(&self) -> usize {
+        self.places() + 5 * self.heads_of_drafts()
+    }
+
     /// Places of the residual stream that are observed: before each attention and each MLP, and behind the last layer.
     pub fn places(&self) -> usize {
         2 * self.layers + 1
@@ -86,8 +109,9 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec(
         "norm_weight",
         Given,
-        "f32 [2L+1, h]",
-        "before each attention and each MLP by turns, and the last norm",
+        "f32 [2L+1+5M, h]",
+        "before each attention and each MLP by turns, and the last norm; then those of a draft head, of which there are M, 0 or 1: of the \
+         token behind a row, of the row's stream, before attention, before the MLP, and the last",
     ),
     spec(
         "rotary",
@@ -98,20 +122,20 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec(
         "w_query",
         Given,
-        "bf16 [L, Hall, Dk, h]",
-        "query of each head, latent and rotary part (absorbed form)",
+        "bf16 [L+M, Hall, Dk, h]",
+        "query of each head, latent and rotary part (absorbed form); those of a draft head's layer last",
     ),
-    spec("w_key", Given, "bf16 [L, Dk, h]", "latent and rotary part of a key"),
-    spec("w_uv", Given, "bf16 [L, Hall, Dv, Vo]", "up-projection of each head"),
-    spec("w_output", Given, "bf16 [L, h, Hall·Vo]", "a rank has the columns of its own heads"),
+    spec("w_key", Given, "bf16 [L+M, Dk, h]", "latent and rotary part of a key"),
+    spec("w_uv", Given, "bf16 [L+M, Hall, Dv, Vo]", "up-projection of each head"),
+    spec("w_output", Given, "bf16 [L+M, h, Hall·Vo]", "a rank has the columns of its own heads"),
     spec(
         "w_gate",
         Given,
-        "bf16 [D, I, h]",
-        "of the MLP silu(gate)·up of the D layers that have one; a rank has the inner elements from r·I / ranks on, rounded down",
+        "bf16 [D+M, I, h]",
+        "of the MLP silu(gate)·up of the D layers that have one, and of a draft head; a rank has the inner elements from r·I / ranks on, rounded down",
     ),
-    spec("w_up", Given, "bf16 [D, I, h]", "likewise"),
-    spec("w_down", Given, "bf16 [D, h, I]", "likewise, columns"),
+    spec("w_up", Given, "bf16 [D+M, I, h]", "likewise"),
+    spec("w_down", Given, "bf16 [D+M, h, I]", "likewise, columns"),
     spec(
         "w_router",
         Given,
@@ -122,8 +146,24 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec("expert_up", Given, "bf16 [X, E, I, h]", "likewise"),
     spec("expert_down", Given, "bf16 [X, E, h, I]", "likewise"),
     spec("w_head", Given, "bf16 [V, h]", "a rank has the rows that it has of the embedding"),
+    spec(
+        "w_draft",
+        Given,
+        "bf16 [h, 2h]",
+        "of a draft head: what stands before its layer, of the normed embedding of the token behind a row and the row's normed stream; absent \
+         without a head, as the next two",
+    ),
+    spec("draft_counts", Given, "i32 [n]", "rows of each request, the last ones, that are drafts"),
+    spec(
+        "next_tokens",
+        Given,
+        "i32 [n]",
+        "token behind the last row of each request where it is known, as in front of another chunk of a prompt; −1: the row's own",
+    ),
     spec("logits", Output, "f32 [ranks, T, V]", "of all shards, on every rank"),
     spec("tokens", Output, "i32 [ranks, T]", "token of the largest logit, the lowest of equal ones"),
+    spec("accepted", Output, "i32 [ranks, n]", "drafts of each request that are accepted; absent without a draft head, as the next"),
+    spec("draft_tokens", Output, "i32 [ranks, n, k]", "new drafts of each request"),
     spec(
         "hidden",
         Observable,
@@ -165,7 +205,7 @@ mod tests {
 
     #[test]
     fn rows_of_a_sharded_stream_are_shared_out_evenly_and_rounded_up() {
-        let plan = |stream| StackPlan { layers: 3, stream, experts: None };
+        let plan = |stream| StackPlan { layers: 3, stream, experts: None, drafts: 0 };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
         assert_eq!(plan(StreamLayout::Whole).places(), 7);
@@ -173,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_plan_reads_back_and_one_with_a_field_too_many_is_refused() {
-        let plan = StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None };
+        let plan = StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, drafts: 0 };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);
         value["tp"] = 2.into();

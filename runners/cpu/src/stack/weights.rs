@@ -60,14 +60,16 @@ pub struct Weights {
     pub sizes: Sizes,
     /// `[V, h]`.
     pub embedding: Vec<f32>,
-    /// `[2L + 1, h]`.
+    /// `[2L + 1, h]`, and five of a draft head.
     pub norm: Vec<f32>,
     /// `[positions, P]`.
     pub rotary: Vec<f32>,
-    /// Layers.
+    /// Layers, that of a draft head last.
     pub layers: Vec<LayerWeights>,
     /// `[V, h]`.
     pub head: Vec<f32>,
+    /// Of a draft head, `[h, 2h]`; empty without one.
+    pub draft: Vec<f32>,
 }
 
 impl Weights {
@@ -112,10 +114,14 @@ impl Weights {
         };
         Ok(Self {
             embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
-            norm: read("norm_weight", Dtype::F32, &[plan.places(), hidden])?,
+            norm: read("norm_weight", Dtype::F32, &[plan.norms(), hidden])?,
             rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
             layers: layers(inputs, plan, &sizes, attention.value_dim())?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
+            draft: match plan.heads_of_drafts() {
+                0 => Vec::new(),
+                _ => read("w_draft", Dtype::Bf16, &[hidden, 2 * hidden])?,
+            },
             sizes,
         })
     }
@@ -128,8 +134,9 @@ fn layers(
     latent: usize,
 ) -> Result<Vec<LayerWeights>, EngineError> {
     let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
+    let count = plan.layers + plan.heads_of_drafts();
     let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
-        let shape: Vec<usize> = std::iter::once(plan.layers).chain(shape.iter().copied()).collect();
+        let shape: Vec<usize> = std::iter::once(count).chain(shape.iter().copied()).collect();
         Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &shape)?.to_f32())
     };
     let query = read("w_query", &[all_heads, key_dim, hidden])?;
@@ -137,7 +144,7 @@ fn layers(
     let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
     let output = read("w_output", &[hidden, all_heads * up_dim])?;
     let feed_forwards = feed_forwards(inputs, plan, hidden)?;
-    let of = |all: &[f32], layer: usize| part(all, plan.layers, layer);
+    let of = |all: &[f32], layer: usize| part(all, count, layer);
     let layer = |(layer, feed_forward): (usize, FeedForward)| LayerWeights {
         query: of(&query, layer),
         key: of(&key, layer),
@@ -149,7 +156,7 @@ fn layers(
         output: of(&output, layer),
         feed_forward,
     };
-    Ok((0..plan.layers).zip(feed_forwards).map(layer).collect())
+    Ok((0..count).zip(feed_forwards).map(layer).collect())
 }
 
 /// One of equal parts.
@@ -158,9 +165,9 @@ fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
     all[index * size..(index + 1) * size].to_vec()
 }
 
-/// What stands behind attention in each layer: MLPs in the first ones.
+/// What stands behind attention in each layer: MLPs in the first ones, and in a draft head's.
 fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
-    let (dense, mixtures) = (plan.dense(), plan.mixtures());
+    let (dense, mixtures) = (plan.dense() + plan.heads_of_drafts(), plan.mixtures());
     let inner = |name: &str| -> Result<usize, EngineError> {
         Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
     };
@@ -196,6 +203,11 @@ fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Ve
                     .with("w_down", of(&down, &columns)),
             }
         }));
+    }
+    // the MLPs were read together, and a draft head's layer is the last one
+    if plan.heads_of_drafts() > 0 {
+        let own = found.remove(plan.dense());
+        found.push(own);
     }
     Ok(found)
 }

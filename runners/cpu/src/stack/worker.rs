@@ -133,6 +133,19 @@ impl Worker<'_> {
         Ok(all)
     }
 
+    /// What a draft head's layer is given: the embedding of the rows' tokens and given streams, each normed, projected together. The
+    /// first of the head's norms is that of a place.
+    pub fn draft_rows(&self, streams: &[f32], first: usize) -> Result<Vec<f32>, Stop> {
+        let hidden = self.weights.sizes.hidden;
+        let tokens = self.normed(&self.embed()?, first)?;
+        let streams = self.normed(streams, first + 1)?;
+        let row = |(token, stream): (&[f32], &[f32])| -> Vec<f32> {
+            let both = [token, stream].concat();
+            self.weights.draft.chunks_exact(2 * hidden).map(|weights| round_bf16(dot(weights, &both))).collect()
+        };
+        Ok(tokens.chunks_exact(hidden).zip(streams.chunks_exact(hidden)).flat_map(row).collect())
+    }
+
     /// Queries of the own heads `[T, H, Dk]` and keys `[T, Dk]`, turned to the rows' positions.
     pub fn project(&self, normed: &[f32], layer: usize) -> (Vec<f32>, Vec<f32>) {
         let (sizes, weights) = (&self.weights.sizes, &self.weights.layers[layer]);

@@ -1,0 +1,201 @@
+//! A whole run against one rank's, and a run with drafts against one without.
+
+use std::collections::BTreeMap;
+
+use shardcheck_cases::{NewTokens, RunKind, StackCase, StackWiring, Step};
+use shardcheck_formats::Dtype;
+
+use super::{every_run, grid, in_stream};
+use crate::finding::{Failure, Finding, Measured, Stage};
+use crate::judge::Allowed;
+use crate::laboratory::{Halt, Laboratory, Observed, Run};
+use crate::stacking::{Shown, StackMaterial, WholeRun, place};
+
+/// Numbers of the tokens up to a row of a run.
+fn up_to(scene: &super::Scene<'_>, row: usize) -> Option<Vec<u32>> {
+    let (index, position) = place(scene.turn, row)?;
+    Some(scene.turn.turn.tokens[index][..=position].to_vec())
+}
+
+pub(super) fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "the stream is not that of the whole stack on one rank";
+    let mut run = WholeRun::new(laboratory.stack());
+    every_run(
+        laboratory,
+        "hidden",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let mut row = |at: Vec<usize>| {
+                let row = scene.shown.stream_row(at[0], at[2])?;
+                run.stream(&up_to(scene, row)?, at[1])
+            };
+            Ok(grid(&seen.shape[..3]).map(&mut row).collect())
+        },
+        in_stream,
+    )
+}
+
+pub(super) fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let headline = "a token is not that of the whole stack on one rank";
+    let mut run = WholeRun::new(laboratory.stack());
+    let finding = every_run(
+        laboratory,
+        "tokens",
+        headline,
+        Stage::Output,
+        |scene, seen| {
+            let mut row = |at: Vec<usize>| {
+                let token = run.token(&up_to(scene, at[1])?)?;
+                Some(vec![Allowed::Exactly(token as f64)])
+            };
+            Ok(grid(&seen.shape[..2]).map(&mut row).collect())
+        },
+        |scene, at| scene.material.row_name(scene.turn, at[1]),
+    )?;
+    decided(finding)
+}
+
+/// A finding that compared nothing says nothing.
+fn decided(finding: Finding) -> Result<Finding, Halt> {
+    match finding {
+        Finding::Holds(measured) if measured.compared == 0 => {
+            Err(Halt::Inconclusive("rounding may decide every token of this case".to_owned()))
+        }
+        other => Ok(other),
+    }
+}
+
+/// Accepted drafts `[ranks, n]` and new ones `[ranks, n, k]` of a run.
+fn drafted(material: &StackMaterial, observed: &Observed, requests: usize) -> Result<[Vec<i64>; 2], Halt> {
+    let (ranks, drafts) = (material.ranks(), material.case.drafts());
+    let accepted = observed.output("accepted", Dtype::I32, &[ranks, requests])?.to_i64();
+    let tokens = observed.output("draft_tokens", Dtype::I32, &[ranks, requests, drafts])?.to_i64();
+    Ok([accepted, tokens])
+}
+
+pub(super) fn drafts(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.stack();
+    let mut run = WholeRun::new(material);
+    let mut compared = 0;
+    for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
+        let requests = turn.turn.requests.len();
+        let [accepted, tokens] = drafted(material, observed, requests)?;
+        for request in (0..requests).filter(|request| turn.turn.new_tokens[*request] > 0) {
+            let known = run.drafts(turn, request);
+            let drafts = known.tokens.len();
+            let words = |rank: usize| {
+                format!("{}, rank {rank}, request {}", material.name(turn), turn.turn.requests[request])
+            };
+            for rank in 0..material.ranks() {
+                let at = rank * requests + request;
+                if let Some(wanted) = known.accepted {
+                    compared += 1;
+                    if accepted[at] != wanted as i64 {
+                        let (seen, given) = (accepted[at], turn.drafted[request]);
+                        return Err(Failure::because(format!(
+                            "{}: {seen} of {given} drafts are accepted and not {wanted}",
+                            words(rank)
+                        ))
+                        .at(Stage::Output)
+                        .into());
+                    }
+                }
+                for (draft, wanted) in known.tokens.iter().enumerate() {
+                    let Some(wanted) = wanted else { continue };
+                    compared += 1;
+                    let seen = tokens[at * drafts + draft];
+                    if seen != *wanted as i64 {
+                        return Err(Failure::because(format!(
+                            "{}: draft {} is token {seen} and not {wanted}",
+                            words(rank),
+                            draft + 1
+                        ))
+                        .at(Stage::Output)
+                        .into());
+                    }
+                }
+            }
+        }
+    }
+    decided(Finding::Holds(Measured::exact(compared)))
+}
+
+/// Tokens of each request that a run with drafts gives, as rank 0 accepts and emits them, behind its prompt.
+fn emitted(material: &StackMaterial, steps: &[Observed]) -> Result<BTreeMap<usize, Vec<i64>>, Halt> {
+    let mut found: BTreeMap<usize, Vec<i64>> = BTreeMap::new();
+    for (turn, observed) in material.inputs.turns.iter().zip(steps) {
+        let shown = Shown::of(material, turn, observed);
+        let (tokens, requests) = (shown.tensor("tokens")?, turn.turn.requests.len());
+        let accepted = match material.case.drafts() {
+            0 => vec![0; requests],
+            _ => drafted(material, observed, requests)?[0][..requests].to_vec(),
+        };
+        let mut first = 0;
+        for (index, request) in turn.turn.requests.iter().enumerate() {
+            let rows = turn.turn.new_tokens[index];
+            let drafts = turn.drafted[index].max(0) as usize;
+            // in front of another chunk of the prompt nothing is emitted
+            if turn.next[index] < 0 && rows > drafts {
+                let certain = first + rows - 1 - drafts;
+                let last = certain + (accepted[index].clamp(0, drafts as i64)) as usize;
+                let of_row = |row: usize| tokens.values[row] as i64;
+                found.entry(*request).or_default().extend((certain..=last).map(of_row));
+            }
+            first += rows;
+        }
+    }
+    Ok(found)
+}
+
+/// The same prompts, then tokens one by one.
+fn undrafted(case: &StackCase, count: usize) -> StackCase {
+    let mut plain = case.clone();
+    plain.wiring = Some(StackWiring { drafts: 0, rounds: 0 });
+    let mut requests: Vec<usize> = case
+        .session
+        .steps
+        .iter()
+        .flat_map(|step| match step {
+            Step::Run { batch, .. } => batch.iter().map(|own| own.request).collect(),
+            _ => Vec::new(),
+        })
+        .collect();
+    requests.sort_unstable();
+    requests.dedup();
+    let batch = requests.iter().map(|request| NewTokens { request: *request, tokens: 1 }).collect();
+    let step = Step::Run { kind: RunKind::Decode, batch, padded_rows: 0, chunk_budget_tokens: 0 };
+    plain.session.steps.extend(std::iter::repeat_n(step, count));
+    plain
+}
+
+pub(super) fn speculation(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.stack();
+    let with = emitted(material, laboratory.stepped()?)?;
+    let most = with.values().map(Vec::len).max().unwrap_or(0);
+    let case = undrafted(&material.case, most.saturating_sub(1));
+    let other = material.variant(&case)?;
+    let mut run = Run::open(&laboratory.engine, other.configuration())?;
+    let steps: Vec<Observed> = other
+        .inputs
+        .turns
+        .iter()
+        .map(|turn| run.step(&other.operation(), &other.tensors(turn)))
+        .collect::<Result<_, _>>()?;
+    let without = emitted(&other, &steps)?;
+    let mut compared = 0;
+    for (request, tokens) in &with {
+        for (index, (seen, wanted)) in tokens.iter().zip(&without[request]).enumerate() {
+            compared += 1;
+            if seen != wanted {
+                return Err(Failure::because(format!(
+                    "request {request}: token {} behind its prompt is {seen} with drafts and {wanted} without",
+                    index + 1
+                ))
+                .at(Stage::Output)
+                .into());
+            }
+        }
+    }
+    decided(Finding::Holds(Measured::exact(compared)))
+}
