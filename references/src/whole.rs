@@ -150,7 +150,7 @@ impl Setting<'_> {
         match weights {
             FeedForward::Mlp(mlp) => of_mlp(mlp),
             FeedForward::Experts { router, experts } => {
-                match decided(&project_of(router, normed, self.contract)) {
+                match winner(router, normed, self.contract) {
                     Some(expert) => of_mlp(&experts[expert]),
                     // another expert gives anything
                     None => vec![Near { value: 0.0, error: f64::INFINITY }; normed.len()],
@@ -159,9 +159,9 @@ impl Setting<'_> {
         }
     }
 
-    /// Logits of a row of the stream behind its last norm.
-    pub fn logits(&self, head: &[f32], normed: &[Near]) -> Vec<Near> {
-        logits_of(head, normed, self.contract)
+    /// Token of the largest logit of a row behind its last norm, where no rounding makes it another.
+    pub fn token(&self, head: &[f32], normed: &[Near]) -> Option<usize> {
+        winner(head, normed, self.contract)
     }
 
     /// Rows of a projection that is stored, such as that of a draft head's inputs.
@@ -170,12 +170,21 @@ impl Setting<'_> {
     }
 }
 
-/// Index of the largest value, where it is the same however far the values are off.
-pub fn decided(values: &[Near]) -> Option<usize> {
-    let best = (0..values.len()).max_by(|a, b| values[*a].value.total_cmp(&values[*b].value))?;
-    let least = values[best].value - values[best].error;
-    let ahead = |index: usize| index == best || values[index].value + values[index].error < least;
-    (0..values.len()).all(ahead).then_some(best)
+/// Row of a matrix whose product with x is the largest, where no rounding makes it another: by the differences of two rows, whose
+/// products with x are off together. Each product may be stored in the contract's partial format.
+pub fn winner(weights: &[f32], x: &[Near], contract: &Contract) -> Option<usize> {
+    let products = logits_of(weights, x, contract);
+    let best = (0..products.len()).max_by(|a, b| products[*a].value.total_cmp(&products[*b].value))?;
+    let rows: Vec<&[f32]> = weights.chunks_exact(x.len().max(1)).collect();
+    let moved = |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(w.abs()) * x.error).sum() };
+    let is_behind = |other: usize| {
+        let between = |(own, other): (&f32, &f32)| f64::from(*own) - f64::from(*other);
+        let apart: f64 = rows[best].iter().zip(rows[other]).zip(x).map(|(w, x)| between(w).abs() * x.error).sum();
+        // what is left of both errors without what x moves them by
+        let own = |index: usize| products[index].error - moved(rows[index]);
+        products[best].value - products[other].value > apart + own(best) + own(other)
+    };
+    (0..products.len()).all(|other| other == best || is_behind(other)).then_some(best)
 }
 
 #[cfg(test)]

@@ -56,22 +56,21 @@ impl Text {
     }
 }
 
-/// What a draft head that is laid out makes of a token, where the target has the token itself: two tokens change places.
-pub(super) fn mistaken(token: usize, vocabulary: usize) -> usize {
-    match token {
-        1 if vocabulary > 3 => 2,
-        2 if vocabulary > 3 => 1,
-        right => right,
-    }
+/// Token two rows behind which a draft head that is laid out is mistaken, and what it drafts there. Small vocabularies have none.
+pub(super) const MISTAKEN: [usize; 2] = [1, 2];
+
+/// What such a head drafts behind two tokens, where the target has another.
+fn mistaken(before: usize, found: usize, vocabulary: usize) -> usize {
+    if vocabulary > MISTAKEN[1] + 1 && before == MISTAKEN[0] { MISTAKEN[1] } else { found }
 }
 
 /// Drafts behind a request's tokens and the one that follows them: what stood behind the same token before, as the head has it.
 fn drafts(mut tokens: Vec<usize>, next: usize, count: usize, vocabulary: usize) -> Vec<usize> {
     tokens.push(next);
     for _ in 0..count {
-        let last = tokens[tokens.len() - 1];
+        let [before, last] = [tokens[tokens.len() - 2], tokens[tokens.len() - 1]];
         let found = tokens.windows(2).find(|pair| pair[0] == last).map_or(0, |pair| pair[1]);
-        tokens.push(mistaken(found, vocabulary));
+        tokens.push(mistaken(before, found, vocabulary));
     }
     tokens.split_off(tokens.len() - count)
 }
@@ -264,12 +263,12 @@ mod tests {
     }
 
     #[test]
-    fn drafts_go_on_as_the_text_did_but_for_two_tokens_that_change_places() {
+    fn drafts_go_on_as_the_text_did_but_for_what_stands_two_rows_behind_a_certain_token() {
         assert_eq!(drafts(vec![7, 0, 3, 4, 0], 3, 3, 8), [4, 0, 3]);
-        assert_eq!(drafts(vec![7, 0, 1, 4, 0], 1, 2, 8), [4, 0]);
-        // 2 stands where 1 should, and what follows is behind the 2
-        assert_eq!(drafts(vec![7, 3, 1, 4, 2, 5, 3], 1, 1, 8), [4]);
-        assert_eq!(drafts(vec![7, 3, 1, 4, 2, 5], 3, 3, 8), [2, 5, 3]);
+        assert_eq!(drafts(vec![7, 3, 1, 4, 5, 0, 3], 1, 1, 8), [4]);
+        // 2 stands where 5 should, and what follows is behind the 2
+        assert_eq!(drafts(vec![7, 1, 4, 5, 2, 0, 1], 4, 3, 8), [2, 0, 1]);
+        assert_eq!(drafts(vec![2, 1, 0, 1], 0, 2, 3), [1, 0], "too few tokens for a mistake");
     }
 
     #[test]

@@ -1,13 +1,13 @@
 //! Weights that are laid out, so that what a whole run must give is known however long it is and however it is rounded.
 //!
 //! The stream is five blocks of one length: a constant, the row's token, the token before it, older ones, and the answer. A token is a row of
-//! a Hadamard matrix. Every layer but the last finds the position before its own, by the turn of its rotary part alone; the last one finds
-//! the token that stood behind the same token before, by content. An MLP, or an expert, looks a block up: one inner element a token. Heads share the
-//! elements of a token out, so that none may be missing.
+//! a Hadamard matrix. The first layer finds the position before its own, by the turn of its rotary part alone; the last one finds
+//! the token that stood behind the same token before, by content; those between find all rows with the row's own token. An MLP, or an
+//! expert, looks a block up: one inner element a token. Heads share the elements of a token out, so that none may be missing.
 
 use shardcheck_engine::Attention;
 
-use super::script::mistaken;
+use super::script::MISTAKEN;
 use super::{StackCase, THETA};
 
 /// Blocks of the stream.
@@ -24,6 +24,9 @@ const CONTENT_LEAD: f64 = 40.0;
 const POSITION_FACTOR: f64 = 200.0;
 /// Steepness of a look-up: an inner element of another token is `silu(−LOOK_UP / 2)`.
 const LOOK_UP: f64 = 16.0;
+
+/// Size of the constant: the larger, the less a norm moves by what other blocks are off.
+const STEADY: f64 = 2.0;
 
 /// A matrix of weights, row by row.
 struct Matrix {
@@ -72,7 +75,10 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
         (case.layers >= 2, "two layers".to_owned()),
         (case.vocabulary <= length && case.vocabulary >= 2, format!("2 to {length} tokens, half a latent")),
         (case.hidden >= BLOCKS * length, format!("a stream of {BLOCKS} blocks of {length}")),
-        (case.inner >= case.vocabulary, "an inner element for each token".to_owned()),
+        (
+            case.inner >= case.vocabulary + usize::from(wiring.drafts > 0),
+            "an inner element for each token, and one more where there are drafts".to_owned(),
+        ),
         (case.rotary() >= 4, "two pairs that turn".to_owned()),
         (parts <= configuration.attention.v_head_dim(), format!("heads as wide as {parts}")),
         (is_half, "a cache in bf16".to_owned()),
@@ -91,9 +97,11 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
 /// What a layer looks for, and where it puts what it finds.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Role {
-    /// The position before: what its block `from` holds goes to the block `to`.
-    Position { from: usize, to: usize },
-    /// The token behind one that is the row's own.
+    /// The position before: its token goes to the block of the token before.
+    Position,
+    /// Rows with the same token: it goes to the block of older ones.
+    Alike,
+    /// The token behind one that is the row's own: it goes to the block of the answer.
     Content,
 }
 
@@ -111,7 +119,7 @@ struct Wiring<'a> {
 pub(super) fn weights(case: &StackCase) -> std::collections::BTreeMap<&'static str, Vec<f64>> {
     let length = code_length(case);
     let mut size = [0.0; BLOCKS];
-    (size[CONSTANT], size[TOKEN]) = (1.0, 1.0);
+    (size[CONSTANT], size[TOKEN]) = (STEADY, 1.0);
     let mut wiring = Wiring { case, length, size, found: Default::default() };
     let names = case.weight_shapes();
     names.iter().for_each(|(name, _)| {
@@ -121,12 +129,12 @@ pub(super) fn weights(case: &StackCase) -> std::collections::BTreeMap<&'static s
     for layer in 0..case.layers {
         let role = match layer {
             last if last + 1 == case.layers => Role::Content,
-            0 => Role::Position { from: TOKEN, to: BEFORE },
-            _ => Role::Position { from: BEFORE, to: OLDER },
+            0 => Role::Position,
+            _ => Role::Alike,
         };
         wiring.attention(role);
         let (from, to, gain) =
-            if role == Role::Content { (ANSWER, ANSWER, 1.0) } else { (BEFORE, OLDER, 0.5) };
+            if role == Role::Content { (ANSWER, ANSWER, 0.125) } else { (BEFORE, OLDER, 0.0625) };
         let turn = layer + 1;
         let answer = |token: usize| if to == ANSWER { token } else { (token + turn) % case.vocabulary };
         match case.mixture.filter(|own| layer >= own.dense) {
@@ -160,7 +168,7 @@ impl Wiring<'_> {
         let mut table = Matrix::new(self.case.vocabulary, self.case.hidden);
         for token in 0..self.case.vocabulary {
             for element in 0..self.length {
-                table.set(token, self.column(CONSTANT, element), 1.0);
+                table.set(token, self.column(CONSTANT, element), STEADY);
                 table.set(token, self.column(TOKEN, element), sign(token, element));
             }
         }
@@ -184,24 +192,26 @@ impl Wiring<'_> {
         let Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim, .. } = attention else { return };
         let (width, heads, half) = (attention.qk_dim(), configuration.total_heads(), qk_rope_head_dim / 2);
         let (root, scale) = (self.root(), f64::from(configuration.softmax_scale));
-        let (address, value, to) = match role {
-            Role::Position { from, to } => (TOKEN, from, to),
-            Role::Content => (BEFORE, TOKEN, ANSWER),
+        // what does not lead to the answer is small, since a norm passes its errors on to everything
+        let (asked, address, to, gain) = match role {
+            Role::Position => (None, TOKEN, BEFORE, 1.0),
+            Role::Alike => (Some(TOKEN), TOKEN, OLDER, 0.25),
+            Role::Content => (Some(TOKEN), BEFORE, ANSWER, 1.0),
         };
         let constant = self.size[CONSTANT] / root;
         let mut key = Matrix::new(width, hidden);
         for element in 0..length {
             key.set(element, self.column(address, element), 1.0);
-            key.set(length + element, self.column(value, element), 1.0);
+            key.set(length + element, self.column(TOKEN, element), 1.0);
             for pair in 0..half {
                 key.set(kv_lora_rank + pair, self.column(CONSTANT, element), 1.0 / length as f64);
             }
         }
         let mut query = Matrix::new(width, hidden);
         for element in 0..length {
-            if role == Role::Content {
-                let match_size = self.size[address] * self.size[TOKEN] / (root * root) * length as f64;
-                query.set(element, self.column(TOKEN, element), CONTENT_LEAD / (scale * match_size));
+            if let Some(asked) = asked {
+                let match_size = self.size[address] * self.size[asked] / (root * root) * length as f64;
+                query.set(element, self.column(asked, element), CONTENT_LEAD / (scale * match_size));
                 continue;
             }
             let factor = POSITION_FACTOR / (scale * constant * constant * length as f64);
@@ -217,14 +227,14 @@ impl Wiring<'_> {
         for element in 0..length {
             let (head, place) = (element % heads, element / heads);
             up.set(head * kv_lora_rank + length + element, place, 1.0);
-            output.set(self.column(to, element), head * v_head_dim + place, 1.0);
+            output.set(self.column(to, element), head * v_head_dim + place, gain);
         }
         let query = query.values.repeat(heads);
         self.push("w_key", key);
         self.push("w_query", Matrix { values: query, width: hidden });
         self.push("w_uv", up);
         self.push("w_output", output);
-        self.size[to] = self.size[to].hypot(self.size[value] / root);
+        self.size[to] = self.size[to].hypot(gain * self.size[TOKEN] / root);
     }
 
     /// Gate, up and down of a look-up of some tokens: of the token that the block `from` holds, the code of its answer goes to the block `to`.
@@ -292,11 +302,12 @@ impl Wiring<'_> {
         self.grow(to, gain);
     }
 
-    /// The draft head: the token that follows, and from the row's stream its own token; then a layer by content, whose MLP mistakes two tokens.
+    /// The draft head: the token that follows, and from the row's stream its own token; then a layer by content. A row whose own token is a
+    /// certain one is given another answer by one more element of its MLP, so that what the head has of the stream shows.
     fn draft_head(&mut self) {
         let (hidden, behind) = (self.case.hidden, self.root());
         let mut size = [0.0; BLOCKS];
-        (size[CONSTANT], size[TOKEN]) = (1.0, 1.0);
+        (size[CONSTANT], size[TOKEN]) = (STEADY, 1.0);
         let streams = [behind, Wiring { size, found: Default::default(), ..*self }.root()];
         let mut joined = Matrix::new(hidden, 2 * hidden);
         for element in 0..self.length {
@@ -309,8 +320,21 @@ impl Wiring<'_> {
         size[BEFORE] = 1.0;
         self.size = size;
         self.attention(Role::Content);
-        let vocabulary = self.case.vocabulary;
-        self.mlp(ANSWER, ANSWER, 2.0, |token| mistaken(token, vocabulary));
+        let [mut gate, mut up, mut down] = self.look_up((ANSWER, ANSWER, 0.125), |_| true, |token| token);
+        let [before, answer] = MISTAKEN;
+        if self.case.vocabulary > answer + 1 {
+            let one = |token: usize| token == before;
+            let [own_gate, own_up, own_down] = self.look_up((BEFORE, ANSWER, 3.0), one, |_| answer);
+            let (row, last) = (before, self.case.vocabulary);
+            for column in 0..hidden {
+                gate.set(last, column, own_gate.values[row * hidden + column]);
+                up.set(last, column, own_up.values[row * hidden + column]);
+                down.set(column, last, own_down.values[column * own_down.width + row]);
+            }
+        }
+        self.push("w_gate", gate);
+        self.push("w_up", up);
+        self.push("w_down", down);
     }
 }
 

@@ -8,7 +8,7 @@ use shardcheck_cases::StackTurn;
 use shardcheck_engine::StackPlan;
 use shardcheck_references::kda::Near;
 use shardcheck_references::moe::Mlp;
-use shardcheck_references::whole::{FeedForward, Layer, Setting, decided};
+use shardcheck_references::whole::{FeedForward, Layer, Setting};
 
 use super::StackMaterial;
 use crate::judge::Allowed;
@@ -21,7 +21,8 @@ struct WholeRow {
     keys: Vec<Vec<Near>>,
     /// Behind the last norm.
     normed: Vec<Near>,
-    logits: Vec<Near>,
+    /// Token behind it, where no rounding makes it another.
+    token: Option<usize>,
 }
 
 /// A row of the draft head.
@@ -98,8 +99,8 @@ impl<'a> WholeRun<'a> {
             }
             let last = self.material.case.plan().places() - 1;
             let normed = self.setting.normed(&streams[last], self.material.weight("norm_weight", Some(last)));
-            let logits = self.setting.logits(self.material.weight("w_head", None), &normed);
-            self.rows.insert(*number, WholeRow { streams, keys, normed, logits });
+            let token = self.setting.token(self.material.weight("w_head", None), &normed);
+            self.rows.insert(*number, WholeRow { streams, keys, normed, token });
         }
     }
 
@@ -114,7 +115,7 @@ impl<'a> WholeRun<'a> {
     /// Token behind some tokens, where no rounding makes it another.
     pub fn token(&mut self, numbers: &[u32]) -> Option<usize> {
         self.run(numbers);
-        decided(&self.rows[numbers.last()?].logits)
+        self.rows[numbers.last()?].token
     }
 
     /// What becomes of the drafts of a request, and what it drafts.
@@ -189,7 +190,7 @@ impl<'a> WholeRun<'a> {
         let own = self.setting.layer(&self.layers[material.case.layers], &row, position, before);
         let [_, stream] = own.streams;
         let normed = self.setting.normed(&stream, norm(4));
-        let token = decided(&self.setting.logits(material.weight("w_head", None), &normed));
+        let token = self.setting.token(material.weight("w_head", None), &normed);
         DraftRow { key: own.key, stream, token }
     }
 }

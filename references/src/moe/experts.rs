@@ -41,8 +41,8 @@ pub fn mlp(weights: &Mlp<'_>, x: &[f32], contract: &Contract) -> Term {
 /// `W_down act(x)`, sums in binary32 with the contract's accumulation, the activation stored in the contract's `p_dtype`.
 ///
 /// With `Δg`, `Δu` of gate and up, `γ(depth + 1, u_acc)Σ(|x| + Δx)|w| + ΣΔx|w|` each: silu has a slope below 1.1 and its own arithmetic an
-/// error of (4·kexp + 6)u, so `Δa = (1.1Δg + (4·kexp + 6)u(|silu| + 1.1Δg))(|u| + Δu) + |silu|Δu + u|a|`, and half a unit of `p_dtype` for
-/// storing it; `Δy = Σ Δa|w| + γ(depth + 2, u_acc)Σ(|a| + Δa)|w|`.
+/// error of (4·kexp + 6)u, so `Δa = (sΔg + (4·kexp + 6)u(|silu| + sΔg))(|u| + Δu) + |silu|Δu + u|a|` with the slope s, below `(1 + |x|)eˣ`
+/// as well where all that the gate may be lies below an x < 0, and half a unit of `p_dtype` for storing it; `Δy = Σ Δa|w| + γ(depth + 2, u_acc)Σ(|a| + Δa)|w|`.
 ///
 /// # Panics
 /// When shapes do not fit.
@@ -68,7 +68,7 @@ pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
             };
             let (gate, gate_error) = row(gate, index);
             let silu = gate / (1.0 + (-gate).exp());
-            let moved = 1.1 * gate_error;
+            let moved = slope(gate + gate_error) * gate_error;
             let silu_error = moved + (4.0 * contract.kexp + 6.0) * U32 * (silu.abs() + moved);
             let value = silu * up;
             let error = silu_error * (up.abs() + up_error) + silu.abs() * up_error + U32 * value.abs();
@@ -86,6 +86,11 @@ pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
         term.reach.push(reach + error);
     }
     term
+}
+
+/// Most that silu rises or falls anywhere below x: `|σ(x)(1 + x(1 − σ(x)))| ≤ (1 + |x|)eˣ` for x < 0, which grows up to 0.
+fn slope(x: f64) -> f64 {
+    if x < 0.0 { ((1.0 - x) * x.exp()).min(1.1) } else { 1.1 }
 }
 
 /// A term of a token's output with its weight.

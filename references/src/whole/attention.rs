@@ -23,38 +23,82 @@ pub struct Head<'a> {
 
 /// `softmax(q·k)·c·W_uv` over all keys, c being the first elements of a key; before the last rounding.
 ///
-/// With `δ` the most that any score moves, by its inputs, its own sum, or the LSE that weighs the rank it lies on, a weight moves by no
-/// more than `e^{2δ}`. Since `Σ w(c − out)` is zero, the output then moves by `(e^{2δ} − 1)Σ w|c − out|`, and no farther than the values lie: nothing where one key has all the
-/// weight, or all keys of any weight hold the same. What numerator and normaliser do not share (rounded probabilities, sums, partials
-/// that are stored and merged) is a relative error `ε` of `Σ w|c|`. Values' own errors count by the largest weight that their token may have.
+/// A score moves by no more than `δ`, by its inputs, its own sum, and the LSE that weighs the rank it lies on; so a weight `w` ends between
+/// `w·e^{−δ} / Σ w·e^{δ}` and `w·e^{δ} / Σ w·e^{−δ}`. Since `Σ w(c − out)` is zero, the output moves by those distances times `|c − out|`, and no
+/// farther than the values lie: nothing where one key has all the weight, or all keys of any weight hold the same. What numerator and
+/// normaliser do not share (rounded probabilities, sums, partials that are stored and merged) is a relative error `ε` of `Σ w|c|`. Values'
+/// own errors count by the largest weights that their tokens may have together.
 pub fn attend(head: &Head<'_>, keys: &[&[Near]], contract: &Contract) -> Vec<Near> {
     let scores: Vec<Near> = keys.iter().map(|key| score(head, key, contract)).collect();
-    let largest = scores.iter().map(|score| score.value).fold(f64::NEG_INFINITY, f64::max);
     let reach = scores.iter().map(|score| score.value.abs() + score.error).fold(0.0, f64::max);
-    let exponentials: Vec<f64> = scores.iter().map(|score| (score.value - largest).exp()).collect();
-    let sum: f64 = exponentials.iter().sum();
-    let weights: Vec<f64> = exponentials.iter().map(|own| own / sum).collect();
-    let moved = scores.iter().map(|score| score.error).fold(0.0, f64::max)
-        + weighing(keys.len(), reach, head.world, contract);
-    let factor = (2.0 * moved).exp();
+    let common = weighing(keys.len(), reach, head.world, contract);
+    let weights = Weights::of(&scores, common);
     let relative = relative(keys.len(), head.world, contract);
     let mixed: Vec<Near> = (0..head.latent)
         .map(|dim| {
-            let value: f64 = weights.iter().zip(keys).map(|(w, key)| w * key[dim].value).sum();
-            let spread: f64 =
-                weights.iter().zip(keys).map(|(w, key)| w * (key[dim].value - value).abs()).sum();
-            let own: f64 =
-                weights.iter().zip(keys).map(|(w, key)| (w * factor).min(1.0) * key[dim].error).sum();
-            let highest = keys.iter().map(|key| key[dim].value.abs() + key[dim].error).fold(0.0, f64::max);
+            let value: f64 = weights.exact.iter().zip(keys).map(|(w, key)| w * key[dim].value).sum();
+            let apart = || keys.iter().map(|key| (key[dim].value - value).abs());
+            let moved = product(&weights.moved, apart());
             // a mean stays among what it is a mean of
-            let values = || keys.iter().map(|key| (key[dim].value - value).abs());
-            let turned = (spread * (factor - 1.0)).min(values().fold(0.0, f64::max));
-            let size = (value.abs() + spread + turned + own).min(highest);
+            let moved = moved.min(apart().fold(0.0, f64::max));
+            let limits = weights.most.iter().zip(keys).map(|(most, key)| (*most, key[dim].error));
+            let own = weighed(limits.collect());
+            let highest = keys.iter().map(|key| key[dim].value.abs() + key[dim].error).fold(0.0, f64::max);
+            let size = (value.abs() + product(&weights.exact, apart()) + moved + own).min(highest);
             let floor = contract.p_floor * keys.len() as f64 * highest;
-            Near { value, error: turned + own + relative * size + floor }
+            Near { value, error: moved + own + relative * size + floor }
         })
         .collect();
     projected(head, &mixed, contract)
+}
+
+/// `Σ w·x`, where no weight counts for nothing however large x is.
+fn product(weights: &[f64], x: impl Iterator<Item = f64>) -> f64 {
+    weights.iter().zip(x).map(|(w, x)| if x > 0.0 { w * x } else { 0.0 }).sum()
+}
+
+/// Weights of keys, and what an engine's may be.
+struct Weights {
+    exact: Vec<f64>,
+    /// How far each moves.
+    moved: Vec<f64>,
+    /// Each at its largest.
+    most: Vec<f64>,
+}
+
+impl Weights {
+    fn of(scores: &[Near], common: f64) -> Self {
+        let largest = scores.iter().map(|score| score.value).fold(f64::NEG_INFINITY, f64::max);
+        let exponentials: Vec<f64> = scores.iter().map(|score| (score.value - largest).exp()).collect();
+        let sum: f64 = exponentials.iter().sum();
+        let exact: Vec<f64> = exponentials.iter().map(|own| own / sum).collect();
+        let errors = || scores.iter().map(|score| score.error + common);
+        let [least, most] =
+            [-1.0, 1.0].map(|side| exact.iter().zip(errors()).map(|(w, e)| w * (side * e).exp()).sum::<f64>());
+        let most_of = |(w, error): (&f64, f64)| (w * error.exp() / least).min(1.0);
+        let highest: Vec<f64> = exact.iter().zip(errors()).map(most_of).collect();
+        let moved = |((w, error), highest): ((&f64, f64), &f64)| {
+            let lowest = w * (-error).exp() / most;
+            (highest - w).max(w - lowest).max(0.0)
+        };
+        let moved = exact.iter().zip(errors()).zip(&highest).map(moved).collect();
+        Self { exact, moved, most: highest }
+    }
+}
+
+/// The most that `Σ w·r` can be, of weights that are one together and of which none is beyond its own limit; `(limit, r)` of each.
+fn weighed(mut limits: Vec<(f64, f64)>) -> f64 {
+    limits.sort_by(|(_, one), (_, other)| other.total_cmp(one));
+    let (mut left, mut sum) = (1.0f64, 0.0);
+    for (limit, error) in limits {
+        let weight = left.min(limit);
+        // nothing weighs what has no error, nor an error that has no weight
+        if weight > 0.0 && error > 0.0 {
+            sum += weight * error;
+        }
+        left -= weight;
+    }
+    sum
 }
 
 /// `s·Σ qk`, in absorbed form: `γ(depth + 2, u_acc)` of the products, and what the errors of both move.

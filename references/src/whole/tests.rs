@@ -248,10 +248,15 @@ fn keys_that_hold_the_same_may_have_any_weights() {
 }
 
 #[test]
-fn a_value_is_decided_when_no_other_can_reach_it() {
+fn a_row_wins_when_no_other_can_reach_it_with_the_same_x() {
     let near = |value: f64, error: f64| Near { value, error };
-    assert_eq!(decided(&[near(1.0, 0.2), near(2.0, 0.2), near(-9.0, 1.0)]), Some(1));
-    assert_eq!(decided(&[near(1.0, 0.5), near(2.0, 0.5)]), None, "they may be equal");
-    assert_eq!(decided(&[near(1.0, f64::INFINITY), near(2.0, 0.5)]), None);
-    assert_eq!(decided(&[]), None);
+    let contract = contract();
+    let won = |x: [Near; 2]| winner(&[1.0, 0.0, 0.0, 1.0, 1.0, -0.25], &x, &contract);
+    assert_eq!(won([near(4.0, 0.2), near(1.0, 0.2)]), Some(0));
+    assert_eq!(won([near(1.0, 0.2), near(4.0, 0.2)]), Some(1));
+    assert_eq!(won([near(4.0, 3.0), near(1.0, 0.2)]), None, "the second may be larger");
+    assert_eq!(won([near(9.0, 3.0), near(1.0, 0.2)]), Some(0), "the third moves as the first does");
+    assert_eq!(won([near(4.0, 0.2), near(0.0, 0.2)]), None, "the third may be larger");
+    assert_eq!(won([near(4.0, f64::INFINITY), near(1.0, 0.2)]), None);
+    assert_eq!(winner(&[], &[], &contract), None);
 }

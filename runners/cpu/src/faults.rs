@@ -5,6 +5,7 @@ mod attention;
 mod cache;
 mod causal;
 mod context;
+mod drafts;
 mod exchange;
 mod gates;
 mod groups;
@@ -183,6 +184,7 @@ pub fn faults() -> &'static [Fault] {
             selected::FAULTS,
             kda::FAULTS,
             stack::FAULTS,
+            drafts::FAULTS,
         ]
         .concat()
     });

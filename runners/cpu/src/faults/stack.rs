@@ -18,7 +18,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a layer behind the first attends over the cache of the layer before it",
         class: FaultClass::StaleMetadata,
         bugs: &[],
-        killed_by: &["stack.attention"],
+        killed_by: &["stack.attention", "stack.whole", "stack.run"],
         apply: |p| {
             p.stack.cache = |to, layer| if to == TableUse::Attend { layer.saturating_sub(1) } else { layer };
         },
@@ -111,7 +111,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "what ranks' heads add is not summed over ranks",
         class: FaultClass::CollectiveOrder,
         bugs: &[],
-        killed_by: &["stack.attention-update"],
+        killed_by: &["stack.attention-update", "stack.whole"],
         apply: |p| p.stack.summed = |part| part != Part::Attention,
     },
     Fault {
