@@ -64,12 +64,13 @@ fn mistaken(before: usize, found: usize, vocabulary: usize) -> usize {
     if vocabulary > MISTAKEN[1] + 1 && before == MISTAKEN[0] { MISTAKEN[1] } else { found }
 }
 
-/// Drafts behind a request's tokens and the one that follows them: what stood behind the same token before, as the head has it.
+/// Drafts behind a request's tokens and the one that follows them: what stood behind the same token before, as the head has it, or behind the
+/// first token where there was none.
 fn drafts(mut tokens: Vec<usize>, next: usize, count: usize, vocabulary: usize) -> Vec<usize> {
     tokens.push(next);
     for _ in 0..count {
         let [before, last] = [tokens[tokens.len() - 2], tokens[tokens.len() - 1]];
-        let found = tokens.windows(2).find(|pair| pair[0] == last).map_or(0, |pair| pair[1]);
+        let found = tokens.windows(2).find(|pair| pair[0] == last).map_or(tokens[1], |pair| pair[1]);
         tokens.push(mistaken(before, found, vocabulary));
     }
     tokens.split_off(tokens.len() - count)
@@ -158,7 +159,8 @@ impl Writer {
                     run.fed.push((0..own.tokens).map(|row| held.text.at(held.cached + row)).collect());
                     held.cached += own.tokens;
                     let goes_on = later.iter().any(|step| {
-                        matches!(step, Step::Run { batch, .. } if batch.iter().any(|other| other.request == own.request))
+                        matches!(step, Step::Run { kind: RunKind::Verify, batch, .. }
+                            if batch.iter().any(|other| other.request == own.request))
                     });
                     run.drafted.push(0);
                     run.next.push(if goes_on { held.text.at(held.cached) as i32 } else { -1 });

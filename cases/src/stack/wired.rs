@@ -2,8 +2,8 @@
 //!
 //! The stream is five blocks of one length: a constant, the row's token, the token before it, older ones, and the answer. A token is a row of
 //! a Hadamard matrix. The first layer finds the position before its own, by the turn of its rotary part alone; the last one finds
-//! the token that stood behind the same token before, by content; those between find all rows with the row's own token. An MLP, or an
-//! expert, looks a block up: one inner element a token. Heads share the elements of a token out, so that none may be missing.
+//! the token that stood behind the same token before, by content, or a text's first token where there was none; those between find all
+//! rows with the row's own token. An MLP, or an expert, looks a block up: one inner element a token. Heads share the elements of a token out, so that none may be missing.
 
 use shardcheck_engine::Attention;
 
@@ -19,14 +19,16 @@ const OLDER: usize = 3;
 const ANSWER: usize = 4;
 
 /// Lead of the found token over the others, in units of a score, where a content is looked for.
-const CONTENT_LEAD: f64 = 40.0;
+const CONTENT_LEAD: f64 = 200.0;
+/// Lead of the first token of a text over the others, for rows whose token was not there before: half of that of a found one.
+const FIRST_LEAD: f64 = CONTENT_LEAD / 2.0;
 /// Factor of the cosines by which a position is found: the second nearest is a fifth of it behind.
 const POSITION_FACTOR: f64 = 200.0;
 /// Steepness of a look-up: an inner element of another token is `silu(−LOOK_UP / 2)`.
 const LOOK_UP: f64 = 16.0;
 
 /// Size of the constant: the larger, the less a norm moves by what other blocks are off.
-const STEADY: f64 = 2.0;
+const STEADY: f64 = 4.0;
 
 /// A matrix of weights, row by row.
 struct Matrix {
@@ -52,9 +54,9 @@ fn power_of_two(most: usize) -> usize {
     }
 }
 
-/// Elements of a token's code: a latent holds two of them.
+/// Elements of a token's code: a latent holds two of them and one element more.
 fn code_length(case: &StackCase) -> usize {
-    power_of_two(case.configuration().attention.value_dim() / 2)
+    power_of_two(case.configuration().attention.value_dim().saturating_sub(1) / 2)
 }
 
 /// Sign of an element of a token's code.
@@ -73,7 +75,7 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
     let wiring = case.wiring.unwrap_or(super::StackWiring { drafts: 0, rounds: 0 });
     for (is_met, needed) in [
         (case.layers >= 2, "two layers".to_owned()),
-        (case.vocabulary <= length && case.vocabulary >= 2, format!("2 to {length} tokens, half a latent")),
+        (case.vocabulary <= length && case.vocabulary >= 2, format!("2 to {length} tokens, half a latent less an element")),
         (case.hidden >= BLOCKS * length, format!("a stream of {BLOCKS} blocks of {length}")),
         (
             case.inner >= case.vocabulary + usize::from(wiring.drafts > 0),
@@ -132,7 +134,7 @@ pub(super) fn weights(case: &StackCase) -> std::collections::BTreeMap<&'static s
             0 => Role::Position,
             _ => Role::Alike,
         };
-        wiring.attention(role);
+        wiring.attention(role, TOKEN);
         let (from, to, gain) =
             if role == Role::Content { (ANSWER, ANSWER, 0.125) } else { (BEFORE, OLDER, 0.0625) };
         let turn = layer + 1;
@@ -185,8 +187,9 @@ impl Wiring<'_> {
         self.push("w_head", head);
     }
 
-    /// Keys: the address of a token, its value, and its position; queries by the role; values of each head's own elements.
-    fn attention(&mut self, role: Role) {
+    /// Keys: the address of a token, its value, whether the block `first` holds a text's first token, and the position; queries by the role; values
+    /// of each head's own elements.
+    fn attention(&mut self, role: Role, first: usize) {
         let (configuration, hidden, length) = (self.case.configuration(), self.case.hidden, self.length);
         let attention = configuration.attention;
         let Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim, .. } = attention else { return };
@@ -203,6 +206,8 @@ impl Wiring<'_> {
         for element in 0..length {
             key.set(element, self.column(address, element), 1.0);
             key.set(length + element, self.column(TOKEN, element), 1.0);
+            let opening = sign(self.case.vocabulary - 1, element) / length as f64;
+            key.set(2 * length, self.column(first, element), opening);
             for pair in 0..half {
                 key.set(kv_lora_rank + pair, self.column(CONSTANT, element), 1.0 / length as f64);
             }
@@ -212,6 +217,10 @@ impl Wiring<'_> {
             if let Some(asked) = asked {
                 let match_size = self.size[address] * self.size[asked] / (root * root) * length as f64;
                 query.set(element, self.column(asked, element), CONTENT_LEAD / (scale * match_size));
+                if role == Role::Content {
+                    let opening = constant * self.size[first] / root * length as f64;
+                    query.set(2 * length, self.column(CONSTANT, element), FIRST_LEAD / (scale * opening));
+                }
                 continue;
             }
             let factor = POSITION_FACTOR / (scale * constant * constant * length as f64);
@@ -319,12 +328,12 @@ impl Wiring<'_> {
         self.push("w_draft", joined);
         size[BEFORE] = 1.0;
         self.size = size;
-        self.attention(Role::Content);
+        self.attention(Role::Content, BEFORE);
         let [mut gate, mut up, mut down] = self.look_up((ANSWER, ANSWER, 0.125), |_| true, |token| token);
         let [before, answer] = MISTAKEN;
         if self.case.vocabulary > answer + 1 {
             let one = |token: usize| token == before;
-            let [own_gate, own_up, own_down] = self.look_up((BEFORE, ANSWER, 3.0), one, |_| answer);
+            let [own_gate, own_up, own_down] = self.look_up((BEFORE, ANSWER, 6.0), one, |_| answer);
             let (row, last) = (before, self.case.vocabulary);
             for column in 0..hidden {
                 gate.set(last, column, own_gate.values[row * hidden + column]);

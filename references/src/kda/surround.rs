@@ -91,19 +91,28 @@ pub fn decay(gate: Gate, a_log: f64, a: f64, bias: f64, arithmetic: &Arithmetic)
 
 /// `x / √(mean x² + ε)`.
 ///
-/// As for [`normalise`], with the mean in place of the sum; no element of the quotient is beyond the root of their number.
+/// As for [`normalise`], with the mean in place of the sum; no element of the quotient is beyond the root of their number. Where errors are no
+/// small part of a row, the root lies between that of the smallest elements that there may be and that of the largest, which says more.
 pub fn root_mean_square(row: &[Near], epsilon: f64, arithmetic: &Arithmetic) -> Vec<Near> {
     let count = row.len() as f64;
-    let length = (row.iter().map(|x| x.value * x.value).sum::<f64>() / count + epsilon).sqrt();
+    let root = |element: &dyn Fn(&Near) -> f64| {
+        (row.iter().map(|x| element(x) * element(x)).sum::<f64>() / count + epsilon).sqrt()
+    };
+    let length = root(&|x| x.value);
+    let (shortest, longest) =
+        (root(&|x| (x.value.abs() - x.error).max(0.0)), root(&|x| x.value.abs() + x.error));
     let moved = (row.iter().map(|x| x.error * x.error).sum::<f64>() / count).sqrt();
     let rounding = gamma(row.len() + 8, arithmetic.u_acc.max(U32));
     row.iter()
         .map(|x| {
-            let value = x.value / length;
+            let (value, size) = (x.value / length, x.value.abs());
             let most = value.abs() + count.sqrt();
             let error =
                 if moved < length { (x.error + value.abs() * moved) / (length - moved) } else { most };
-            let error = error.min(most);
+            let up = (size + x.error) / shortest - size / length;
+            let least = size - x.error;
+            let down = size / length - least / if least > 0.0 { longest } else { shortest };
+            let error = error.min(most).min(up.max(down).max(0.0));
             Near { value, error: error + rounding * (value.abs() + error) }
         })
         .collect()
