@@ -196,7 +196,8 @@ impl StackCase {
             wired::check(self).map_err(CaseError::OutOfRange)?;
         }
         let weights = self.weight_shapes().iter().map(|(_, shape)| elements(shape)).max().unwrap_or(0);
-        let turns = script::Script::of(self, 0).and_then(|script| script.turns(0)).map_err(CaseError::OutOfRange)?;
+        let turns =
+            script::Script::of(self, 0).and_then(|script| script.turns(0)).map_err(CaseError::OutOfRange)?;
         let rows: usize =
             turns.iter().map(|turn| turn.new_tokens.iter().sum::<usize>() + turn.padded_rows).sum();
         let row = self.plan().places() * self.hidden * 3
@@ -275,7 +276,10 @@ mod tests {
         let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, drafts: 0 });
+        assert_eq!(
+            body.plan(),
+            StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, drafts: 0 }
+        );
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };

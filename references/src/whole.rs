@@ -123,11 +123,13 @@ impl Setting<'_> {
         keys.push(&key);
         let (width, up) = (key.len(), self.latent * self.up_dim);
         let of_head = |head: usize| {
-            let query =
-                self.turned(&layer.query[head * width * self.hidden..][..width * self.hidden], &normed, position);
+            let query = self.turned(
+                &layer.query[head * width * self.hidden..][..width * self.hidden],
+                &normed,
+                position,
+            );
             let up = &layer.up[head * up..(head + 1) * up];
-            let own =
-                Head { query: &query, up, latent: self.latent, scale: self.scale, world: self.world };
+            let own = Head { query: &query, up, latent: self.latent, scale: self.scale, world: self.world };
             self.output(attend(&own, &keys, self.contract))
         };
         let attended: Vec<Near> = (0..self.heads).flat_map(of_head).collect();
@@ -179,7 +181,8 @@ pub fn winner(weights: &[f32], x: &[Near], contract: &Contract) -> Option<usize>
     let moved = |row: &[f32]| -> f64 { row.iter().zip(x).map(|(w, x)| f64::from(w.abs()) * x.error).sum() };
     let is_behind = |other: usize| {
         let between = |(own, other): (&f32, &f32)| f64::from(*own) - f64::from(*other);
-        let apart: f64 = rows[best].iter().zip(rows[other]).zip(x).map(|(w, x)| between(w).abs() * x.error).sum();
+        let apart: f64 =
+            rows[best].iter().zip(rows[other]).zip(x).map(|(w, x)| between(w).abs() * x.error).sum();
         // what is left of both errors without what x moves them by
         let own = |index: usize| products[index].error - moved(rows[index]);
         products[best].value - products[other].value > apart + own(best) + own(other)

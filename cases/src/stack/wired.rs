@@ -75,7 +75,10 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
     let wiring = case.wiring.unwrap_or(super::StackWiring { drafts: 0, rounds: 0 });
     for (is_met, needed) in [
         (case.layers >= 2, "two layers".to_owned()),
-        (case.vocabulary <= length && case.vocabulary >= 2, format!("2 to {length} tokens, half a latent less an element")),
+        (
+            case.vocabulary <= length && case.vocabulary >= 2,
+            format!("2 to {length} tokens, half a latent less an element"),
+        ),
         (case.hidden >= BLOCKS * length, format!("a stream of {BLOCKS} blocks of {length}")),
         (
             case.inner >= case.vocabulary + usize::from(wiring.drafts > 0),

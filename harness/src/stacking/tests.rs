@@ -7,6 +7,7 @@ use shardcheck_cpu::{CpuEngine, fault, faults};
 use shardcheck_engine::Engine;
 
 use crate::material::Material;
+use crate::stacking::WholeRun;
 use crate::verdicts::findings;
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
@@ -25,6 +26,34 @@ fn the_embedded_engine_is_right_on_every_stack_of_the_gate() {
             assert!(failed.is_empty() && compared > 10_000, "{}: {compared}, {failed:#?}", case.id());
         }
     }
+}
+
+#[test]
+fn every_token_and_draft_of_a_whole_run_of_the_gate_is_decided() {
+    let engine = shardcheck_cpu::engine();
+    let mut drafts = 0;
+    for case in cases(SuiteName::Gate, 3) {
+        let Material::Stack(material) = Material::of(&case, engine.profile()).unwrap() else { panic!() };
+        if material.case.wiring.is_none() {
+            continue;
+        }
+        let mut run = WholeRun::new(&material);
+        for turn in &material.inputs.turns {
+            for (request, numbers) in turn.turn.tokens.iter().enumerate() {
+                let mut certain = numbers.len();
+                if material.case.drafts() > 0 {
+                    let known = run.drafts(turn, request);
+                    let all = known.tokens.iter().all(Option::is_some);
+                    assert!(all, "{}, request {request}: {known:?}", case.id());
+                    // behind a draft that is wrong the text contradicts itself
+                    certain -= turn.drafted[request] as usize - known.accepted.unwrap();
+                    drafts += known.tokens.len();
+                }
+                assert!(run.token(&numbers[..certain]).is_some(), "{}, request {request}", case.id());
+            }
+        }
+    }
+    assert!(drafts > 40, "{drafts}");
 }
 
 #[test]

@@ -207,7 +207,8 @@ fn weights(material: &StackMaterial, layer: usize) -> Layer<'_> {
     let feed_forward = match (layer < plan.layers, layer.checked_sub(plan.dense())) {
         (true, Some(mixture)) => {
             let count = material.case.mixture.map_or(0, |own| own.experts);
-            let all = ["expert_gate", "expert_up", "expert_down"].map(|name| material.weight(name, Some(mixture)));
+            let all =
+                ["expert_gate", "expert_up", "expert_down"].map(|name| material.weight(name, Some(mixture)));
             let size = material.case.hidden * material.case.inner;
             let expert = |index: usize| {
                 let [gate, up, down] = all.map(|own| &own[index * size..(index + 1) * size]);

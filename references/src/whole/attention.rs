@@ -73,8 +73,8 @@ impl Weights {
         let sum: f64 = exponentials.iter().sum();
         let exact: Vec<f64> = exponentials.iter().map(|own| own / sum).collect();
         let errors = || scores.iter().map(|score| score.error + common);
-        let [least, most] =
-            [-1.0, 1.0].map(|side| exact.iter().zip(errors()).map(|(w, e)| w * (side * e).exp()).sum::<f64>());
+        let [least, most] = [-1.0, 1.0]
+            .map(|side| exact.iter().zip(errors()).map(|(w, e)| w * (side * e).exp()).sum::<f64>());
         let most_of = |(w, error): (&f64, f64)| (w * error.exp() / least).min(1.0);
         let highest: Vec<f64> = exact.iter().zip(errors()).map(most_of).collect();
         let moved = |((w, error), highest): ((&f64, f64), &f64)| {
@@ -144,7 +144,9 @@ fn projected(head: &Head<'_>, mixed: &[Near], contract: &Contract) -> Vec<Near> 
     let rounding = gamma(contract.depth_for(mixed.len()) + 1, contract.u_acc.max(U32));
     (0..width)
         .map(|column| {
-            let own = || mixed.iter().enumerate().map(|(dim, near)| (f64::from(head.up[dim * width + column]), near));
+            let own = || {
+                mixed.iter().enumerate().map(|(dim, near)| (f64::from(head.up[dim * width + column]), near))
+            };
             let value: f64 = own().map(|(w, near)| w * near.value).sum();
             let passed: f64 = own().map(|(w, near)| w.abs() * near.error).sum();
             let size: f64 = own().map(|(w, near)| w.abs() * (near.value.abs() + near.error)).sum();

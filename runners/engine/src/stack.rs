@@ -162,7 +162,12 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     ),
     spec("logits", Output, "f32 [ranks, T, V]", "of all shards, on every rank"),
     spec("tokens", Output, "i32 [ranks, T]", "token of the largest logit, the lowest of equal ones"),
-    spec("accepted", Output, "i32 [ranks, n]", "drafts of each request that are accepted; absent without a draft head, as the next"),
+    spec(
+        "accepted",
+        Output,
+        "i32 [ranks, n]",
+        "drafts of each request that are accepted; absent without a draft head, as the next",
+    ),
     spec("draft_tokens", Output, "i32 [ranks, n, k]", "new drafts of each request"),
     spec(
         "hidden",

@@ -153,7 +153,8 @@ fn verified(step: &Step<'_>, inputs: &Tensors, target: &Target<'_>) -> Result<Ve
         };
         let (own, seen) = (&step.rows.tokens[rows.clone()], &target.tokens[rows]);
         let drafts = own.len() - 1 - certain;
-        let is_right = |draft: &usize| (policies.accepts)(seen[certain + draft] as usize, own[certain + draft + 1]);
+        let is_right =
+            |draft: &usize| (policies.accepts)(seen[certain + draft] as usize, own[certain + draft + 1]);
         let accepted = (0..drafts).take_while(is_right).count();
         let last = (policies.last)(certain, accepted, drafts);
         let known = usize::try_from(next[request]).ok().filter(|_| policies.knows_the_prompt);
@@ -164,6 +165,9 @@ fn verified(step: &Step<'_>, inputs: &Tensors, target: &Target<'_>) -> Result<Ve
     };
     (0..requests).map(of_request).collect()
 }
+
+/// The head's streams behind its layer and the tokens of its rows, by rank.
+type Passed = (Vec<Vec<f32>>, Vec<Vec<i32>>);
 
 /// Rows that the head runs over at once.
 struct Pass {
@@ -193,13 +197,13 @@ impl Pass {
         grown(draft + 1).saturating_sub(grown(draft))
     }
 
-    /// The head's streams behind its layer and the tokens of its rows, by rank.
+    /// Runs the head over the rows.
     fn run(
         &self,
         step: &Step<'_>,
         memory: &mut StackMemory,
         collectives: &mut [u64],
-    ) -> Result<(Vec<Vec<f32>>, Vec<Vec<i32>>), EngineError> {
+    ) -> Result<Passed, EngineError> {
         let mut starts = vec![0];
         self.rows.iter().for_each(|rows| starts.push(starts[starts.len() - 1] + *rows as i32));
         let (seq_lens, table) = (self.lengths.clone(), step.scene.batch.table.clone());
@@ -214,9 +218,11 @@ impl Pass {
             ranks: step.scene.ranks,
             policies: step.scene.policies,
         };
-        let positions = self.rows.iter().zip(&self.lengths).flat_map(|(rows, length)| {
-            (0..*rows).map(move |row| (length + row).saturating_sub(*rows))
-        });
+        let positions = self
+            .rows
+            .iter()
+            .zip(&self.lengths)
+            .flat_map(|(rows, length)| (0..*rows).map(move |row| (length + row).saturating_sub(*rows)));
         let rows = Rows { tokens: self.tokens.clone(), positions: positions.collect() };
         // every rank has all rows of the head's stream
         let plan = StackPlan { stream: StreamLayout::Whole, ..step.plan };

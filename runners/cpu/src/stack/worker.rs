@@ -141,7 +141,11 @@ impl Worker<'_> {
         let streams = self.normed(streams, first + 1)?;
         let row = |(token, stream): (&[f32], &[f32])| -> Vec<f32> {
             let both = [token, stream].concat();
-            self.weights.draft.chunks_exact(2 * hidden).map(|weights| round_bf16(dot(weights, &both))).collect()
+            self.weights
+                .draft
+                .chunks_exact(2 * hidden)
+                .map(|weights| round_bf16(dot(weights, &both)))
+                .collect()
         };
         Ok(tokens.chunks_exact(hidden).zip(streams.chunks_exact(hidden)).flat_map(row).collect())
     }
