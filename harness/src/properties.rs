@@ -92,6 +92,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         general::PROPERTIES,
         sequence::PROPERTIES,
         stack::PROPERTIES,
+        stack::WHOLE,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

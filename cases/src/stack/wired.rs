@@ -28,7 +28,7 @@ const POSITION_FACTOR: f64 = 200.0;
 const LOOK_UP: f64 = 16.0;
 
 /// Size of the constant: the larger, the less a norm moves by what other blocks are off.
-const STEADY: f64 = 4.0;
+const STEADY: f64 = 8.0;
 
 /// A matrix of weights, row by row.
 struct Matrix {

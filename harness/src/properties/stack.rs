@@ -12,6 +12,8 @@ use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory};
 use crate::stacking::{KeyStore, Shown, StackMaterial, View, place};
 
+pub(super) use whole::PROPERTIES as WHOLE;
+
 const STACK: &[Family] = &[Family::Stack];
 const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
 
@@ -146,55 +148,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         applies: |case| stack_tp(case) > 1,
         check: ranks,
     },
-    Property {
-        id: "stack.whole",
-        statement: "the stream of every row is, at every place, that of the whole stack on one rank, whatever lies between the first stage and there",
-        source: "the same transformer, one token at a time and all keys in one place",
-        bugs: &[],
-        tolerance: "certified bound through all stages in front; it needs weights that do not spread errors",
-        families: STACK,
-        applies: is_laid_out,
-        check: whole::streams,
-    },
-    Property {
-        id: "stack.run",
-        statement: "the token behind every row is that of the whole stack on one rank",
-        source: "the same transformer, one token at a time and all keys in one place",
-        bugs: &[],
-        tolerance: "exact, where no rounding through all stages makes it another token",
-        families: STACK,
-        applies: is_laid_out,
-        check: whole::tokens,
-    },
-    Property {
-        id: "stack.drafts",
-        statement: "drafts are accepted up to the first that is not the target's own token; a draft head makes new ones of the row that was accepted last, and each further one of its own row before",
-        source: "vLLM `DeepSeekMultiTokenPredictor`, `SpecDecodeBaseProposer`; greedy rejection",
-        bugs: &["vllm-ascend#7549"],
-        tolerance: "exact, where no rounding through all stages makes it another token",
-        families: STACK,
-        applies: makes_drafts,
-        check: whole::drafts,
-    },
-    Property {
-        id: "stack.speculation",
-        statement: "what a run with drafts emits is what the same prompts give without drafts, token by token",
-        source: "greedy speculation is lossless",
-        bugs: &[],
-        tolerance: "exact: integers",
-        families: STACK,
-        applies: makes_drafts,
-        check: whole::speculation,
-    },
 ];
-
-fn is_laid_out(case: &Case) -> bool {
-    matches!(&case.body, Body::Stack(stack) if stack.wiring.is_some())
-}
-
-fn makes_drafts(case: &Case) -> bool {
-    matches!(&case.body, Body::Stack(stack) if stack.drafts() > 0)
-}
 
 fn has_experts(case: &Case) -> bool {
     matches!(&case.body, Body::Stack(stack) if stack.mixture.is_some())

@@ -2,14 +2,66 @@
 
 use std::collections::BTreeMap;
 
-use shardcheck_cases::{NewTokens, RunKind, StackCase, StackWiring, Step};
+use shardcheck_cases::{Body, Case, NewTokens, RunKind, StackCase, StackWiring, Step};
 use shardcheck_formats::Dtype;
 
-use super::{every_run, grid, in_stream};
+use super::super::Property;
+use super::{STACK, every_run, grid, in_stream};
 use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Laboratory, Observed, Run};
 use crate::stacking::{Shown, StackMaterial, WholeRun, place};
+
+pub(in crate::properties) const PROPERTIES: &[Property] = &[
+    Property {
+        id: "stack.whole",
+        statement: "the stream of every row is, at every place, that of the whole stack on one rank, whatever lies between the first stage and there",
+        source: "the same transformer, one token at a time and all keys in one place",
+        bugs: &[],
+        tolerance: "certified bound through all stages in front; it needs weights that do not spread errors",
+        families: STACK,
+        applies: is_laid_out,
+        check: streams,
+    },
+    Property {
+        id: "stack.run",
+        statement: "the token behind every row is that of the whole stack on one rank",
+        source: "the same transformer, one token at a time and all keys in one place",
+        bugs: &[],
+        tolerance: "exact, where no rounding through all stages makes it another token",
+        families: STACK,
+        applies: is_laid_out,
+        check: tokens,
+    },
+    Property {
+        id: "stack.drafts",
+        statement: "drafts are accepted up to the first that is not the target's own token; a draft head makes new ones of the row that was accepted last, and each further one of its own row before",
+        source: "vLLM `DeepSeekMultiTokenPredictor`, `SpecDecodeBaseProposer`; greedy rejection",
+        bugs: &["vllm-ascend#7549"],
+        tolerance: "exact, where no rounding through all stages makes it another token",
+        families: STACK,
+        applies: makes_drafts,
+        check: drafts,
+    },
+    Property {
+        id: "stack.speculation",
+        statement: "what a run with drafts emits is what the same prompts give without drafts, token by token",
+        source: "greedy speculation is lossless",
+        bugs: &[],
+        tolerance: "exact: integers",
+        families: STACK,
+        applies: makes_drafts,
+        check: speculation,
+    },
+];
+
+fn is_laid_out(case: &Case) -> bool {
+    matches!(&case.body, Body::Stack(stack) if stack.wiring.is_some())
+}
+
+fn makes_drafts(case: &Case) -> bool {
+    matches!(&case.body, Body::Stack(stack) if stack.drafts() > 0)
+}
 
 /// Numbers of the tokens up to a row of a run.
 fn up_to(scene: &super::Scene<'_>, row: usize) -> Option<Vec<u32>> {
@@ -17,7 +69,7 @@ fn up_to(scene: &super::Scene<'_>, row: usize) -> Option<Vec<u32>> {
     Some(scene.turn.turn.tokens[index][..=position].to_vec())
 }
 
-pub(super) fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
+fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "the stream is not that of the whole stack on one rank";
     let mut run = WholeRun::new(laboratory.stack());
     every_run(
@@ -36,7 +88,7 @@ pub(super) fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
     )
 }
 
-pub(super) fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
+fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "a token is not that of the whole stack on one rank";
     let mut run = WholeRun::new(laboratory.stack());
     let finding = every_run(
@@ -74,7 +126,7 @@ fn drafted(material: &StackMaterial, observed: &Observed, requests: usize) -> Re
     Ok([accepted, tokens])
 }
 
-pub(super) fn drafts(laboratory: &Laboratory) -> Result<Finding, Halt> {
+fn drafts(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
     let mut run = WholeRun::new(material);
     let mut compared = 0;
@@ -169,7 +221,7 @@ fn undrafted(case: &StackCase, count: usize) -> StackCase {
     plain
 }
 
-pub(super) fn speculation(laboratory: &Laboratory) -> Result<Finding, Halt> {
+fn speculation(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
     let with = emitted(material, laboratory.stepped()?)?;
     let most = with.values().map(Vec::len).max().unwrap_or(0);
