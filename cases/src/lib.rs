@@ -46,6 +46,8 @@ pub use sequence::{
     generate_sequence, peak_blocks, turns,
 };
 pub use sparse::{IndexPattern, SelectCase};
-pub use stack::{StackCase, StackInputs, StackMixture, StackTurn, generate_stack};
+pub use stack::{
+    StackCase, StackInputs, StackMixture, StackRecurrence, StackTurn, StateTurn, generate_stack, state_turns,
+};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

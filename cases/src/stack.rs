@@ -1,14 +1,18 @@
 //! Cases of a whole transformer: a session whose steps run through all its layers.
 
 mod inputs;
+mod recurrence;
+mod slots;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Attention, Configuration, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring,
-    StackExperts, StackPlan, StreamLayout,
+    Attention, Configuration, ExpertChoice, LayerKind, LayerPattern, MaskedFill, Operation, Renormalise,
+    Router, Scoring, StackExperts, StackPlan, StreamLayout,
 };
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
+pub use recurrence::StackRecurrence;
+pub use slots::{StateTurn, state_turns};
 
 use crate::check::elements;
 use crate::id::Tokens;
@@ -50,6 +54,12 @@ pub struct StackCase {
     /// Layers that have experts in place of an MLP; absent: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mixture: Option<StackMixture>,
+    /// What each layer is; absent: all have latent attention.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<LayerPattern>,
+    /// Sizes of the recurrent ones; absent: there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recurrence: Option<StackRecurrence>,
     /// What the session is opened with, and its steps, of which a run is one through all layers.
     pub session: SequenceCase,
 }
@@ -68,7 +78,8 @@ impl StackCase {
             scale: 1.0,
         };
         let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
-        StackPlan { layers: self.layers, stream: self.stream, experts }
+        let recurrent = self.recurrent_plan();
+        StackPlan { layers: self.layers, stream: self.stream, experts, pattern: self.pattern, recurrent }
     }
 
     /// Each step.
@@ -91,8 +102,8 @@ impl StackCase {
 
     /// Shape of each weight, without the rotary table, by name.
     pub fn weight_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
-        let Self { layers, hidden, inner, vocabulary, .. } = *self;
-        let configuration = self.configuration();
+        let Self { hidden, inner, vocabulary, .. } = *self;
+        let (configuration, layers) = (self.configuration(), self.plan().layers_of(LayerKind::Latent).len());
         let (heads, attention) = (configuration.total_heads(), configuration.attention);
         let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
         let (dense, mixtures) = (self.plan().dense(), self.plan().mixtures());
@@ -140,6 +151,7 @@ impl StackCase {
             ));
         }
         self.session.check()?;
+        self.check_pattern()?;
         let configuration = self.configuration();
         if !configuration.attention.is_mla() || !self.rotary().is_multiple_of(2) {
             return fail(
@@ -166,20 +178,24 @@ impl StackCase {
         let row = self.plan().places() * self.hidden * 3
             + self.layers * configuration.total_heads() * configuration.attention.qk_dim()
             + self.vocabulary;
-        let shown = elements(&[rows, row, configuration.tp]);
+        let requests = turns.iter().map(|turn| turn.requests.len()).sum();
+        let shown =
+            elements(&[rows, row, configuration.tp]).saturating_add(self.recurrent_elements(rows, requests));
         if weights > MAX_STACK_ELEMENTS || shown > MAX_STACK_ELEMENTS {
             return fail(format!("more than {MAX_STACK_ELEMENTS} elements of weights, or of what is shown"));
         }
         Ok(())
     }
 
-    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer.
+    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
         let mixture = self
             .mixture
             .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
-        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}")
+        let pattern = self.pattern.map_or(String::new(), |pattern| format!(".{pattern}"));
+        let recurrence = self.recurrence.map_or(String::new(), |own| own.spell());
+        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}")
     }
 
     /// Reads what [`Self::spell`] wrote.
@@ -193,6 +209,7 @@ impl StackCase {
                 dense: tokens.need_number("d")?,
             }),
         };
+        let (pattern, recurrence) = recurrence::read_pattern(&mut tokens)?;
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -200,6 +217,8 @@ impl StackCase {
             vocabulary: tokens.need_number("v")?,
             stream: tokens.need("layout of the stream", &StreamLayout::ALL, StreamLayout::name)?,
             mixture,
+            pattern,
+            recurrence,
             session,
         };
         tokens.finish()?;
@@ -218,6 +237,7 @@ impl Case {
 mod tests {
     use super::*;
 
+    const HYBRID: &str = "sharded.kkkm.qh4.vh8.qd6.vd5.t4.c4.u3.softplus";
     const ID: &str = "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/drafts/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7";
 
     #[test]
@@ -225,11 +245,35 @@ mod tests {
         let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None });
+        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, pattern: None, recurrent: None });
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };
         assert_eq!((body.plan().dense(), body.plan().mixtures()), (1, 1));
+        let id = ID.replacen("sharded", HYBRID, 1).replacen("l2", "l4", 1);
+        let case = Case::read_back(&id);
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        assert_eq!(body.plan().layers_of(LayerKind::Recurrent), [0, 1, 2]);
+        assert_eq!(body.plan().recurrent.unwrap().slots, 2);
+    }
+
+    #[test]
+    fn recurrent_layers_that_can_not_be_are_refused_with_the_reason() {
+        for (from, to, reason) in [
+            ("kkkm", "kkk", "a letter for each"),
+            ("kkkm", "kkkk", "and a latent layer"),
+            ("kkkm", "mmmm", "unknown here"),
+            ("qh4", "qh3", "evenly"),
+            ("vh8", "vh6", "evenly"),
+            ("qd6.", "", "\"qd\" with a whole number is missing"),
+            ("t4", "t0", "t is 0"),
+            ("u3", "u2", "goes back 3 of 4 rows; at most 2"),
+            (".softplus", "", "the gate is missing"),
+        ] {
+            let id = ID.replacen("sharded", HYBRID, 1).replacen("l2", "l4", 1).replacen(from, to, 1);
+            let error = id.parse::<Case>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{from} {to}: {error}");
+        }
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, round_bf16};
 
-use super::StackCase;
+use super::{StackCase, StateTurn, state_turns};
 use crate::{Inputs, Turn, turns};
 
 /// Streams of a case's seed.
@@ -36,6 +36,8 @@ pub struct StackTurn {
     pub turn: Turn,
     /// The run as a step of attention; its queries and keys stand for those of no layer.
     pub inputs: Inputs,
+    /// Slots of the recurrent layers, where there are some.
+    pub states: Option<StateTurn>,
 }
 
 /// Makes the inputs of a case. Equal arguments give equal inputs.
@@ -43,7 +45,15 @@ pub struct StackTurn {
 /// # Errors
 /// The first step of the session that can't be taken, and why.
 pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String> {
-    let of_turn = |turn: Turn| StackTurn { inputs: turn.inputs(&case.session, seed), turn };
+    let mut states = match case.recurrence {
+        Some(own) => state_turns(&case.session, own.drafts)?.into_iter(),
+        None => Vec::new().into_iter(),
+    };
+    let of_turn = |turn: Turn| StackTurn {
+        inputs: turn.inputs(&case.session, seed),
+        turn,
+        states: states.next(),
+    };
     let turns: Vec<StackTurn> = turns(&case.session, seed)?.into_iter().map(of_turn).collect();
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
     let count = numbers.max().map_or(0, |last| last as usize + 1);
@@ -87,6 +97,7 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
         (0..places * case.hidden).map(|_| (1.0 + 0.25 * counter.gaussian()) as f32).collect();
     tensors.insert("norm_weight", Tensor::from_f32(Dtype::F32, &[places, case.hidden], &norm));
     tensors.insert("rotary", rotary(case.rotary(), positions));
+    case.add_recurrent_weights(seed, &mut tensors);
     tensors
 }
 
@@ -123,6 +134,14 @@ impl StackInputs {
         for (name, tensor) in self.weights.iter() {
             tensors.insert(name, tensor.clone());
         }
+        if let Some(states) = &turn.states {
+            let mut insert = |name: &str, values: Vec<i32>| {
+                tensors.insert(name, Tensor::from_i32(&[values.len()], &values));
+            };
+            insert("read_slots", states.read.iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect());
+            insert("write_slots", states.write.iter().map(|slot| *slot as i32).collect());
+            insert("accepted", states.accepted.iter().map(|rows| *rows as i32).collect());
+        }
         tensors
     }
 }
@@ -148,8 +167,12 @@ mod tests {
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
         let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
+        let of_states = ["read_slots", "write_slots", "accepted"];
+        let is_recurrent = |name: &str| name.starts_with("kda_") || of_states.contains(&name);
+        let (recurrent, given): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
+            given.partition(|tensor| is_recurrent(tensor.name));
         let (absent, there): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
-            given.clone().partition(|tensor| of_experts.contains(&tensor.name));
+            given.into_iter().partition(|tensor| of_experts.contains(&tensor.name));
         assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
         assert_eq!(step.iter().count(), there.len());
         let mixture = Some(StackMixture { experts: 5, top_k: 2, dense: 0 });
@@ -158,6 +181,14 @@ mod tests {
         let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);
         assert!(absent.iter().all(|tensor| mixed.find(tensor.name).is_some()));
         assert_eq!(mixed.get("w_gate").unwrap().shape(), [0, 20, 24]);
+        let hybrid = "stack/l3.h24.i20.v37.whole.kkm.qh2.vh4.qd6.vd5.t4.c4.u2.softplus/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
+        let Body::Stack(hybrid) = hybrid.parse::<Case>().unwrap().body else { panic!("another body") };
+        let inputs_hybrid = generate_stack(&hybrid, 3).unwrap();
+        let last = inputs_hybrid.tensors(&hybrid, &inputs_hybrid.turns[2]);
+        assert!(recurrent.iter().all(|tensor| last.find(tensor.name).is_some()));
+        assert_eq!(last.get("kda_value").unwrap().shape(), [2, 4, 5, 24]);
+        assert_eq!(last.get("w_key").unwrap().shape()[0], 1);
+        assert_eq!(last.get("accepted").unwrap().to_i64(), [1, 2]);
         assert_eq!(step.get("token_ids").unwrap().len(), 7);
         assert_eq!(step.get("token_ids").unwrap().to_i64()[5..], [36, 36]);
         assert_eq!(step.get("seq_lens").unwrap().to_i64(), [8, 2]);

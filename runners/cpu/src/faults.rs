@@ -9,6 +9,7 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod hybrid;
 mod kda;
 mod kv_groups;
 mod layout;
@@ -157,6 +158,7 @@ pub fn faults() -> &'static [Fault] {
             cache::FAULTS,
             causal::FAULTS,
             heads::FAULTS,
+        hybrid::FAULTS,
             attention::FAULTS,
             lse::FAULTS,
             exchange::FAULTS,

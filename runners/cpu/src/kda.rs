@@ -184,6 +184,15 @@ struct Outputs {
 }
 
 impl KdaMemory {
+    /// Leaves in one slot what another one holds.
+    pub fn copy(&mut self, from: usize, to: usize) {
+        for slots in &mut self.ranks {
+            if let Some(slot) = slots.get(&from).cloned() {
+                slots.insert(to, slot);
+            }
+        }
+    }
+
     /// Performs a step on `tp` ranks, each `dcp` of which share a sequence elsewhere.
     ///
     /// # Errors

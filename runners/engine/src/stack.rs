@@ -1,10 +1,14 @@
 //! A small whole transformer: what its layers share, and the tensors of a step through all of them.
 
+mod layers;
+
 use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-use crate::{Router, TensorSpec, vocabulary};
+use crate::{KdaPlan, Router, TensorSpec, vocabulary};
+
+pub use layers::{LayerKind, LayerPattern};
 
 vocabulary! {
     /// Where the rows of the residual stream lie between layers.
@@ -31,7 +35,7 @@ pub struct StackExperts {
 ///
 /// A layer adds attention of its normed stream to the stream, then a gated MLP, or a mixture of such experts, of the stream normed again; behind
 /// the last one a norm and the head of the vocabulary follow. Each layer has a KV cache of its own, in the layout of the session; all have the block table and the
-/// lengths of the step.
+/// lengths of the step. A recurrent layer has Kimi delta attention in place of attention, and slots of states in place of a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct StackPlan {
@@ -42,6 +46,12 @@ pub struct StackPlan {
     /// Layers that have experts in place of an MLP, whole experts being shared out over the ranks; absent: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub experts: Option<StackExperts>,
+    /// What each of the L layers is; absent: latent attention in all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<LayerPattern>,
+    /// Gate, slots and chunks of the recurrent layers, alike in all of them; absent where there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recurrent: Option<KdaPlan>,
 }
 
 impl StackPlan {
@@ -64,6 +74,22 @@ impl StackPlan {
     /// Layers X that have experts.
     pub fn mixtures(&self) -> usize {
         self.layers - self.dense()
+    }
+
+    /// What a layer is.
+    pub fn kind(&self, layer: usize) -> LayerKind {
+        let known = self.pattern.as_ref().and_then(|pattern| pattern.kinds().get(layer));
+        known.copied().unwrap_or(LayerKind::Latent)
+    }
+
+    /// Layers of a kind, in order.
+    pub fn layers_of(&self, kind: LayerKind) -> Vec<usize> {
+        (0..self.layers).filter(|layer| self.kind(*layer) == kind).collect()
+    }
+
+    /// Number of a layer among those of its kind.
+    pub fn number(&self, layer: usize) -> usize {
+        (0..layer).filter(|earlier| self.kind(*earlier) == self.kind(layer)).count()
     }
 
     /// Places of the residual stream that are observed: before each attention and each MLP, and behind the last layer.
@@ -98,12 +124,12 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec(
         "w_query",
         Given,
-        "bf16 [L, Hall, Dk, h]",
-        "query of each head, latent and rotary part (absorbed form)",
+        "bf16 [A, Hall, Dk, h]",
+        "query of each head, latent and rotary part (absorbed form), of the A layers with latent attention",
     ),
-    spec("w_key", Given, "bf16 [L, Dk, h]", "latent and rotary part of a key"),
-    spec("w_uv", Given, "bf16 [L, Hall, Dv, Vo]", "up-projection of each head"),
-    spec("w_output", Given, "bf16 [L, h, Hall·Vo]", "a rank has the columns of its own heads"),
+    spec("w_key", Given, "bf16 [A, Dk, h]", "latent and rotary part of a key"),
+    spec("w_uv", Given, "bf16 [A, Hall, Dv, Vo]", "up-projection of each head"),
+    spec("w_output", Given, "bf16 [A, h, Hall·Vo]", "a rank has the columns of its own heads"),
     spec(
         "w_gate",
         Given,
@@ -122,6 +148,30 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec("expert_up", Given, "bf16 [X, E, I, h]", "likewise"),
     spec("expert_down", Given, "bf16 [X, E, h, I]", "likewise"),
     spec("w_head", Given, "bf16 [V, h]", "a rank has the rows that it has of the embedding"),
+    spec(
+        "read_slots",
+        Given,
+        "i32 [n]",
+        "slot of the states that a request goes on from in each of the N recurrent layers, as for `kda`; absent where there is none, as the next thirteen",
+    ),
+    spec("write_slots", Given, "i32 [n]", "slot that gets its states, likewise"),
+    spec("accepted", Given, "i32 [n]", "rows that count of the step that wrote the read slot, likewise"),
+    spec("kda_query", Given, "bf16 [N, H, K, h]", "a rank has its own of the H heads"),
+    spec("kda_key", Given, "bf16 [N, H, K, h]", "likewise"),
+    spec("kda_value", Given, "bf16 [N, HV, V, h]", "likewise, of the HV value heads"),
+    spec("kda_gate", Given, "bf16 [N, HV, K, h]", "a of each key channel's decay"),
+    spec("kda_beta", Given, "bf16 [N, HV, h]", "logits of the share of an update that is made"),
+    spec("kda_output_gate", Given, "bf16 [N, HV, V, h]", "logits of the gate behind the norm"),
+    spec(
+        "kda_convolution",
+        Given,
+        "f32 [N, 2·H·K + HV·V, taps]",
+        "weights of queries, keys and values, in this order; oldest tap first",
+    ),
+    spec("kda_a_log", Given, "f32 [N, HV]", "A of each value head"),
+    spec("kda_bias", Given, "f32 [N, HV, K]", "bias of each key channel's decay"),
+    spec("kda_norm", Given, "f32 [N, V]", "weight of the norm of a head's output"),
+    spec("kda_output", Given, "bf16 [N, h, HV·V]", "a rank has the columns of its own value heads"),
     spec("logits", Output, "f32 [ranks, T, V]", "of all shards, on every rank"),
     spec("tokens", Output, "i32 [ranks, T]", "token of the largest logit, the lowest of equal ones"),
     spec(
@@ -145,18 +195,48 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec(
         "query",
         Observable,
-        "contract's output type [ranks, L, T, H, Dk]",
+        "contract's output type [ranks, A, T, H, Dk]",
         "queries of the rank's own heads, turned to their positions",
     ),
-    spec("key", Observable, "contract's output type [ranks, L, T, Dk]", "key of each new row, likewise"),
+    spec("key", Observable, "contract's output type [ranks, A, T, Dk]", "key of each new row, likewise"),
     spec(
         "attention",
         Observable,
-        "output type of decode and verify [ranks, L, T, H, Vo]",
+        "output type of decode and verify [ranks, A, T, H, Vo]",
         "what attention gives to the rank's own heads",
     ),
     spec("router_logits", Observable, "f32 [ranks, X, T, E]", "by which the rank routes each row"),
     spec("topk_ids", Observable, "i32 [ranks, X, T, k]", "experts of each row, in any order"),
+    spec(
+        "kda_channels",
+        Observable,
+        "contract's output type [ranks, N, T, C]",
+        "inputs of the convolution: the rank's C channels of queries, keys and values, in this order",
+    ),
+    spec(
+        "kda_gates",
+        Observable,
+        "f32 [ranks, N, T, HV / ranks · (K + 1 + V)]",
+        "inputs of the decays of all its value heads, of their shares, and of their output gates, in this order",
+    ),
+    spec(
+        "kda_out",
+        Observable,
+        "output type of kda [ranks, N, T, HV / ranks, V]",
+        "output of the rank's value heads behind norm and gate",
+    ),
+    spec(
+        "kda_state",
+        Observable,
+        "f32 [ranks, N, n, HV / ranks, K, V]",
+        "state behind all rows of each request, as its slot holds it",
+    ),
+    spec(
+        "kda_window",
+        Observable,
+        "bf16 [ranks, N, n, C, taps − 1]",
+        "last inputs of the convolution, oldest token first; 0 where there was none",
+    ),
 ];
 
 #[cfg(test)]
@@ -165,15 +245,37 @@ mod tests {
 
     #[test]
     fn rows_of_a_sharded_stream_are_shared_out_evenly_and_rounded_up() {
-        let plan = |stream| StackPlan { layers: 3, stream, experts: None };
+        let plan = |stream| StackPlan { layers: 3, stream, experts: None, pattern: None, recurrent: None };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
         assert_eq!(plan(StreamLayout::Whole).places(), 7);
     }
 
     #[test]
+    fn layers_are_numbered_among_those_of_their_kind() {
+        let plan = StackPlan {
+            layers: 5,
+            stream: StreamLayout::Whole,
+            experts: None,
+            pattern: Some("kkmkm".parse().unwrap()),
+            recurrent: None,
+        };
+        assert_eq!(plan.layers_of(LayerKind::Recurrent), [0, 1, 3]);
+        assert_eq!(plan.layers_of(LayerKind::Latent), [2, 4]);
+        assert_eq!([0, 1, 2, 3, 4].map(|layer| plan.number(layer)), [0, 1, 0, 2, 1]);
+        let plain = StackPlan { pattern: None, ..plan };
+        assert_eq!(plain.layers_of(LayerKind::Latent).len(), 5);
+    }
+
+    #[test]
     fn a_plan_reads_back_and_one_with_a_field_too_many_is_refused() {
-        let plan = StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None };
+        let plan = StackPlan {
+            layers: 2,
+            stream: StreamLayout::Sharded,
+            experts: None,
+            pattern: Some("km".parse().unwrap()),
+            recurrent: None,
+        };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);
         value["tp"] = 2.into();

@@ -1,8 +1,9 @@
 //! The weights of a stack as a step brings them, in 32 bits.
 
-use shardcheck_engine::{Attention, Configuration, EngineError, StackPlan, Tensor, Tensors};
+use shardcheck_engine::{Attention, Configuration, EngineError, LayerKind, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
+use super::recurrent::RecurrentWeights;
 use crate::batch::wrong_shape;
 use crate::experts::Mlp;
 
@@ -27,8 +28,8 @@ pub struct Sizes {
     pub up_dim: usize,
 }
 
-/// Weights of one layer.
-pub struct LayerWeights {
+/// Weights of one layer with latent attention.
+pub struct LatentWeights {
     /// `[Hall, Dk, h]`.
     pub query: Vec<f32>,
     /// `[Dk, h]`.
@@ -37,8 +38,6 @@ pub struct LayerWeights {
     pub up_projection: Tensor,
     /// `[h, Hall·Vo]`.
     pub output: Vec<f32>,
-    /// What stands behind attention.
-    pub feed_forward: FeedForward,
 }
 
 /// What stands behind attention in a layer.
@@ -64,8 +63,12 @@ pub struct Weights {
     pub norm: Vec<f32>,
     /// `[positions, P]`.
     pub rotary: Vec<f32>,
-    /// Layers.
-    pub layers: Vec<LayerWeights>,
+    /// Layers with latent attention.
+    pub latent: Vec<LatentWeights>,
+    /// Recurrent layers.
+    pub recurrent: Vec<RecurrentWeights>,
+    /// What stands behind attention, of all layers.
+    pub feed_forward: Vec<FeedForward>,
     /// `[V, h]`.
     pub head: Vec<f32>,
 }
@@ -97,6 +100,11 @@ impl Weights {
         if rotary != turned || !rotary.is_multiple_of(2) {
             return Err(wrong_shape("rotary", inputs.get("rotary")?, vec![positions, turned / 2 * 2]));
         }
+        if plan.pattern.is_some_and(|pattern| pattern.kinds().len() != plan.layers) {
+            let text = format!("the pattern of the plan is not one of {} layers", plan.layers);
+            return Err(EngineError::Crash { text });
+        }
+        let recurrent = plan.layers_of(LayerKind::Recurrent).len();
         let sizes = Sizes {
             hidden,
             vocabulary,
@@ -114,31 +122,32 @@ impl Weights {
             embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
             norm: read("norm_weight", Dtype::F32, &[plan.places(), hidden])?,
             rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
-            layers: layers(inputs, plan, &sizes, attention.value_dim())?,
+            latent: latent(inputs, plan.layers - recurrent, &sizes, attention.value_dim())?,
+            recurrent: RecurrentWeights::read(inputs, recurrent, (hidden, configuration.tp))?,
+            feed_forward: feed_forwards(inputs, plan, hidden)?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
             sizes,
         })
     }
 }
 
-fn layers(
+fn latent(
     inputs: &Tensors,
-    plan: &StackPlan,
+    layers: usize,
     sizes: &Sizes,
     latent: usize,
-) -> Result<Vec<LayerWeights>, EngineError> {
+) -> Result<Vec<LatentWeights>, EngineError> {
     let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
     let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
-        let shape: Vec<usize> = std::iter::once(plan.layers).chain(shape.iter().copied()).collect();
+        let shape: Vec<usize> = std::iter::once(layers).chain(shape.iter().copied()).collect();
         Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &shape)?.to_f32())
     };
     let query = read("w_query", &[all_heads, key_dim, hidden])?;
     let key = read("w_key", &[key_dim, hidden])?;
     let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
     let output = read("w_output", &[hidden, all_heads * up_dim])?;
-    let feed_forwards = feed_forwards(inputs, plan, hidden)?;
-    let of = |all: &[f32], layer: usize| part(all, plan.layers, layer);
-    let layer = |(layer, feed_forward): (usize, FeedForward)| LayerWeights {
+    let of = |all: &[f32], layer: usize| part(all, layers, layer);
+    let layer = |layer: usize| LatentWeights {
         query: of(&query, layer),
         key: of(&key, layer),
         up_projection: Tensor::from_f32(
@@ -147,13 +156,12 @@ fn layers(
             &of(&up_projection, layer),
         ),
         output: of(&output, layer),
-        feed_forward,
     };
-    Ok((0..plan.layers).zip(feed_forwards).map(layer).collect())
+    Ok((0..layers).map(layer).collect())
 }
 
 /// One of equal parts.
-fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
+pub fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
     let size = all.len() / parts;
     all[index * size..(index + 1) * size].to_vec()
 }

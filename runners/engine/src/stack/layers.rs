@@ -1,0 +1,109 @@
+//! What the layers of a stack are: kinds, their order, and the numbers of layers among those of one kind.
+
+use std::fmt;
+use std::str::FromStr;
+
+use serde::{Deserialize, Serialize};
+
+/// What mixes the rows of a sequence in a layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum LayerKind {
+    /// Latent attention over a KV cache, which decode context parallelism shards by token.
+    Latent,
+    /// Kimi delta attention behind a state of each request, which is sharded by head alone.
+    Recurrent,
+}
+
+impl LayerKind {
+    /// All kinds, in a stable order.
+    pub const ALL: [Self; 2] = [Self::Latent, Self::Recurrent];
+
+    /// Letter of a pattern.
+    pub fn letter(self) -> char {
+        match self {
+            Self::Latent => 'm',
+            Self::Recurrent => 'k',
+        }
+    }
+}
+
+/// The kind of each layer, a letter for each from the first one on: `kkkm` is three recurrent layers and a latent one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct LayerPattern {
+    kinds: [LayerKind; Self::MOST],
+    count: usize,
+}
+
+impl LayerPattern {
+    /// Most layers.
+    pub const MOST: usize = 64;
+
+    /// Kinds of layers, in order.
+    pub fn kinds(&self) -> &[LayerKind] {
+        &self.kinds[..self.count]
+    }
+
+    /// The first layers alone.
+    pub fn first(&self, layers: usize) -> Self {
+        Self { count: layers.min(self.count), ..*self }
+    }
+}
+
+impl FromStr for LayerPattern {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let count = text.chars().count();
+        if !(1..=Self::MOST).contains(&count) {
+            return Err(format!("{count} layers in the pattern {text:?}; there may be 1 to {}", Self::MOST));
+        }
+        let mut kinds = [LayerKind::Latent; Self::MOST];
+        for (kind, letter) in kinds.iter_mut().zip(text.chars()) {
+            let known = LayerKind::ALL.into_iter().find(|known| known.letter() == letter);
+            *kind = known.ok_or_else(|| {
+                let letters = LayerKind::ALL.map(|kind| kind.letter().to_string()).join(", ");
+                format!("unknown kind of layer {letter:?} in {text:?}; known are {letters}")
+            })?;
+        }
+        Ok(Self { kinds, count })
+    }
+}
+
+impl TryFrom<String> for LayerPattern {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+impl From<LayerPattern> for String {
+    fn from(pattern: LayerPattern) -> Self {
+        pattern.to_string()
+    }
+}
+
+impl fmt::Display for LayerPattern {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.kinds().iter().try_for_each(|kind| write!(f, "{}", kind.letter()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pattern_is_its_letters_and_reads_back() {
+        let pattern: LayerPattern = "kkkmm".parse().unwrap();
+        assert_eq!(pattern.to_string(), "kkkmm");
+        assert_eq!(pattern.kinds()[2..4], [LayerKind::Recurrent, LayerKind::Latent]);
+        assert_eq!(serde_json::to_value(pattern).unwrap(), "kkkmm");
+        assert_eq!(serde_json::from_value::<LayerPattern>("kkkmm".into()).unwrap(), pattern);
+        assert_eq!(pattern.first(2).to_string(), "kk");
+        for wrong in ["", "kx", &"m".repeat(65)] {
+            assert!(wrong.parse::<LayerPattern>().is_err(), "{wrong}");
+        }
+    }
+}
