@@ -92,6 +92,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         general::PROPERTIES,
         sequence::PROPERTIES,
         stack::PROPERTIES,
+        stack::RECURRENT,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -4,12 +4,13 @@
 //! a stage that is wrong does not make those behind it fail.
 
 mod keys;
+mod states;
 
 use std::collections::BTreeMap;
 
 use shardcheck_cases::{StackCase, StackInputs, StackTurn, generate_stack};
 use shardcheck_engine::{
-    Configuration, Operation, OperationKind, Profile, StackPlan, StreamLayout, Tensor, Tensors,
+    Configuration, LayerKind, Operation, OperationKind, Profile, StackPlan, StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::bound::interval;
@@ -25,6 +26,7 @@ use crate::material::AttentionMaterial;
 use crate::routing::Routing;
 
 pub use keys::KeyStore;
+pub use states::{Played, Recurrence, StateStore};
 
 /// Material of one case of a stack.
 pub struct StackMaterial {
@@ -34,6 +36,12 @@ pub struct StackMaterial {
     pub inputs: StackInputs,
     /// The published layout of the session's caches.
     pub layout: Layout,
+    /// Layers with latent attention, in order.
+    pub latent: Vec<usize>,
+    /// Recurrent layers, in order.
+    pub recurrent: Vec<usize>,
+    /// What these are.
+    pub recurrence: Option<Recurrence>,
     /// Weights by name, with the size of their first axis.
     weights: BTreeMap<String, (usize, Vec<f32>)>,
     contract: Contract,
@@ -49,6 +57,8 @@ pub struct Shown<'a> {
     pub rows: usize,
     /// Rows that are not padding.
     pub real_rows: usize,
+    /// Requests.
+    requests: usize,
 }
 
 impl StackMaterial {
@@ -64,8 +74,13 @@ impl StackMaterial {
         let layout = Layout::new(dcp, interleave, block_size).map_err(|error| error.to_string())?;
         let inputs = generate_stack(case, seed)?;
         let read = |(name, tensor): (&str, &Tensor)| (name.to_owned(), (tensor.shape()[0], tensor.to_f32()));
-        let weights = inputs.weights.iter().map(read).collect();
-        Ok(Self { case: case.clone(), inputs, layout, weights, contract, profile: profile.clone(), seed })
+        let weights: BTreeMap<String, (usize, Vec<f32>)> = inputs.weights.iter().map(read).collect();
+        let [latent, recurrent] =
+            [LayerKind::Latent, LayerKind::Recurrent].map(|kind| case.plan().layers_of(kind));
+        let weight = |name: &str, number: usize| part(&weights, name, Some(number));
+        let recurrence = Recurrence::new(case, recurrent.len(), weight, profile)?;
+        let (case, profile) = (case.clone(), profile.clone());
+        Ok(Self { case, inputs, layout, latent, recurrent, recurrence, weights, contract, profile, seed })
     }
 
     /// What the session reaches.
@@ -137,10 +152,17 @@ impl StackMaterial {
 
     /// A weight, or that of one of equal parts of its first axis.
     pub fn weight(&self, name: &str, part: Option<usize>) -> &[f32] {
-        let Some((parts, values)) = self.weights.get(name) else { return &[] };
-        let Some(part) = part else { return values };
-        let size = values.len() / (*parts).max(1);
-        &values[part * size..(part + 1) * size]
+        self::part(&self.weights, name, part)
+    }
+
+    /// Products of weights `[outputs, h]` and a row.
+    pub fn project(&self, weights: &[f32], x: &[f32]) -> Vec<Near> {
+        stack::project(weights, x, &self.contract)
+    }
+
+    /// Products that may be stored in the contract's partial format before they are 32 bits wide.
+    pub fn wide(&self, weights: &[f32], x: &[f32]) -> Vec<Near> {
+        stack::logits(weights, x, &self.contract)
     }
 
     /// Values of one stage before their last rounding, as they may be seen; anything where its inputs were no numbers, since the stage
@@ -260,8 +282,16 @@ impl StackMaterial {
     }
 }
 
+/// A weight by its name, or that of one of equal parts of its first axis.
+fn part<'w>(weights: &'w BTreeMap<String, (usize, Vec<f32>)>, name: &str, part: Option<usize>) -> &'w [f32] {
+    let Some((parts, values)) = weights.get(name) else { return &[] };
+    let Some(part) = part else { return values };
+    let size = values.len() / (*parts).max(1);
+    &values[part * size..(part + 1) * size]
+}
+
 /// A value of 32 bits within its bound; anything where its inputs were no numbers.
-fn number(near: Near) -> Allowed {
+pub fn number(near: Near) -> Allowed {
     match near.value.is_finite() && near.error.is_finite() {
         true => Allowed::near(near.value, near.error),
         false => Allowed::Undefined,
@@ -284,7 +314,8 @@ impl<'a> Shown<'a> {
     /// What was seen of a run.
     pub fn of(material: &'a StackMaterial, turn: &StackTurn, observed: &'a Observed) -> Self {
         let real_rows = turn.turn.new_tokens.iter().sum();
-        Self { material, observed, rows: real_rows + turn.turn.padded_rows, real_rows }
+        let requests = turn.turn.requests.len();
+        Self { material, observed, rows: real_rows + turn.turn.padded_rows, real_rows, requests }
     }
 
     /// Rows of the stream on a rank.
@@ -318,15 +349,30 @@ impl<'a> Shown<'a> {
             "hidden" => vec![plan.places(), self.stream_rows(), case.hidden],
             "normed" => vec![plan.places(), self.rows, case.hidden],
             "update" => vec![2 * case.layers, self.stream_rows(), case.hidden],
-            "query" => vec![case.layers, self.rows, heads, attention.qk_dim()],
-            "key" => vec![case.layers, self.rows, attention.qk_dim()],
-            "attention" => vec![case.layers, self.rows, heads, attention.v_head_dim()],
+            "query" => vec![self.material.latent.len(), self.rows, heads, attention.qk_dim()],
+            "key" => vec![self.material.latent.len(), self.rows, attention.qk_dim()],
+            "attention" => vec![self.material.latent.len(), self.rows, heads, attention.v_head_dim()],
             "tokens" => vec![self.rows],
+            name if name.starts_with("kda_") => self.recurrent_shape(name),
             "router_logits" => {
                 vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.experts)]
             }
             "topk_ids" => vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.top_k)],
             _ => vec![self.rows, case.vocabulary],
+        }
+    }
+
+    /// Shape of what recurrent layers show behind the axis of ranks.
+    fn recurrent_shape(&self, name: &str) -> Vec<usize> {
+        let Some(own) = self.material.recurrence.as_ref().map(|own| own.sizes) else { return Vec::new() };
+        let (layers, ranks) = (self.material.recurrent.len(), self.material.ranks());
+        let (heads, channels) = (own.value_heads / ranks, own.channels() / ranks);
+        match name {
+            "kda_channels" => vec![layers, self.rows, channels],
+            "kda_gates" => vec![layers, self.rows, heads * (own.key_dim + 1 + own.value_dim)],
+            "kda_out" => vec![layers, self.rows, heads, own.value_dim],
+            "kda_state" => vec![layers, self.requests, heads, own.key_dim, own.value_dim],
+            _ => vec![layers, self.requests, channels, own.taps - 1],
         }
     }
 
@@ -340,7 +386,14 @@ impl<'a> Shown<'a> {
         let tensor: &Tensor = match name {
             "logits" => self.observed.output(name, Dtype::F32, &shape)?,
             "tokens" => self.observed.output(name, Dtype::I32, &shape)?,
-            "router_logits" => self.observed.observable(name, Dtype::F32, &shape)?,
+            "router_logits" | "kda_gates" | "kda_state" => {
+                self.observed.observable(name, Dtype::F32, &shape)?
+            }
+            "kda_window" => self.observed.observable(name, Dtype::Bf16, &shape)?,
+            "kda_out" => {
+                let of_kda = self.material.recurrence.as_ref().map(|own| own.contract.output);
+                self.observed.observable(name, of_kda.unwrap_or(self.material.dtype()), &shape)?
+            }
             "topk_ids" => self.observed.observable(name, Dtype::I32, &shape)?,
             _ => self.observed.observable(name, self.material.dtype(), &shape)?,
         };
