@@ -1,16 +1,17 @@
 //! Cases of a whole transformer: a session whose steps run through all its layers.
 
 mod inputs;
+mod mixture;
 mod recurrence;
 mod slots;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Attention, Configuration, ExpertChoice, LayerKind, LayerPattern, MaskedFill, Operation, Renormalise,
-    Router, Scoring, StackExperts, StackPlan, StreamLayout,
+    Attention, Configuration, LayerKind, LayerPattern, Operation, StackPlan, StreamLayout,
 };
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
+pub use mixture::StackMixture;
 pub use recurrence::StackRecurrence;
 pub use slots::{StateTurn, state_turns};
 
@@ -24,18 +25,6 @@ const MAX_LAYERS: usize = 64;
 const MAX_STACK_WIDTH: usize = 1 << 12;
 /// Most elements of the weights, and of what all ranks show of all steps.
 const MAX_STACK_ELEMENTS: usize = 1 << 24;
-
-/// Layers of a stack that have experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StackMixture {
-    /// Experts E of a layer, each as wide as an MLP.
-    pub experts: usize,
-    /// Experts k of a row.
-    pub top_k: usize,
-    /// Layers, the first ones, that have an MLP.
-    pub dense: usize,
-}
 
 /// A transformer, and the session that runs it.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -67,17 +56,7 @@ pub struct StackCase {
 impl StackCase {
     /// What the steps ask for.
     pub fn plan(&self) -> StackPlan {
-        let router = |top_k: usize| Router {
-            scoring: Scoring::Sigmoid,
-            choice: ExpertChoice::Scores,
-            top_k,
-            groups: 1,
-            top_groups: 1,
-            fill: MaskedFill::NegativeInfinity,
-            renormalise: Renormalise::Sum,
-            scale: 1.0,
-        };
-        let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
+        let experts = self.mixture.map(|own| own.plan());
         let recurrent = self.recurrent_plan();
         StackPlan { layers: self.layers, stream: self.stream, experts, pattern: self.pattern, recurrent }
     }
@@ -118,12 +97,14 @@ impl StackCase {
             ("w_down", vec![dense, hidden, inner]),
             ("w_head", vec![vocabulary, hidden]),
         ];
-        if let Some(StackMixture { experts, .. }) = self.mixture {
+        if let Some(StackMixture { experts, latent, .. }) = self.mixture {
+            // what experts read, and write
+            let width = if latent > 0 { latent } else { hidden };
             shapes.extend([
                 ("w_router", vec![mixtures, experts, hidden]),
-                ("expert_gate", vec![mixtures, experts, inner, hidden]),
-                ("expert_up", vec![mixtures, experts, inner, hidden]),
-                ("expert_down", vec![mixtures, experts, hidden, inner]),
+                ("expert_gate", vec![mixtures, experts, inner, width]),
+                ("expert_up", vec![mixtures, experts, inner, width]),
+                ("expert_down", vec![mixtures, experts, width, inner]),
             ]);
         }
         shapes
@@ -142,13 +123,8 @@ impl StackCase {
                 return fail(format!("{name} is {value}; it must be between 1 and {most}"));
             }
         }
-        if let Some(StackMixture { experts, top_k, dense }) = self.mixture
-            && (experts > MAX_STACK_WIDTH || !(1..=experts).contains(&top_k) || dense >= self.layers)
-        {
-            return fail(format!(
-                "{top_k} of {experts} experts behind {dense} of {} layers: there must be as many, and a layer for them",
-                self.layers
-            ));
+        if let Some(own) = self.mixture {
+            own.check(self.layers)?;
         }
         self.session.check()?;
         self.check_pattern()?;
@@ -190,9 +166,7 @@ impl StackCase {
     /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
-        let mixture = self
-            .mixture
-            .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
+        let mixture = self.mixture.map_or(String::new(), |own| own.spell());
         let pattern = self.pattern.map_or(String::new(), |pattern| format!(".{pattern}"));
         let recurrence = self.recurrence.map_or(String::new(), |own| own.spell());
         format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}")
@@ -201,14 +175,7 @@ impl StackCase {
     /// Reads what [`Self::spell`] wrote.
     pub(crate) fn read(stack: &str, session: SequenceCase) -> Result<Self, String> {
         let mut tokens = Tokens::split(stack);
-        let mixture = match tokens.take_number("e") {
-            None => None,
-            Some(experts) => Some(StackMixture {
-                experts,
-                top_k: tokens.need_number("k")?,
-                dense: tokens.need_number("d")?,
-            }),
-        };
+        let mixture = StackMixture::read(&mut tokens)?;
         let (pattern, recurrence) = recurrence::read_pattern(&mut tokens)?;
         let case = Self {
             layers: tokens.need_number("l")?,
@@ -288,6 +255,8 @@ mod tests {
             ("v37", "v0", "vocabulary is 0"),
             ("sharded", "sharded.e4.k5.d1", "5 of 4 experts"),
             ("sharded", "sharded.e4.k2.d2", "and a layer for them"),
+            ("sharded", "sharded.e4.k2.d1.y2", "2 of them by a table"),
+            ("sharded", "sharded.j4", "unknown here"),
             ("sharded", "sharded.e4.k2", "\"d\" with a whole number is missing"),
             ("dcp2", "dcp3", "does not divide"),
             ("hi_lo/", "hi_lo.lat/", "up-projections"),

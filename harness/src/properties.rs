@@ -93,6 +93,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         sequence::PROPERTIES,
         stack::PROPERTIES,
         stack::RECURRENT,
+        stack::LATENT,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -4,6 +4,7 @@
 //! a stage that is wrong does not make those behind it fail.
 
 mod keys;
+mod mixtures;
 mod states;
 
 use std::collections::BTreeMap;
@@ -23,9 +24,9 @@ use crate::event::Coverage;
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Observed};
 use crate::material::AttentionMaterial;
-use crate::routing::Routing;
 
 pub use keys::KeyStore;
+pub use mixtures::MixtureRow;
 pub use states::{Played, Recurrence, StateStore};
 
 /// Material of one case of a stack.
@@ -209,43 +210,6 @@ impl StackMaterial {
         near.into_iter().map(number).collect()
     }
 
-    /// The oracle of the router of a step, given the logits of its rows, `[T, E]`; none where a logit is no number.
-    pub fn routing(&self, logits: &[f32]) -> Option<Routing> {
-        let (mixture, router) = (self.case.mixture?, self.case.plan().experts?.router);
-        if !logits.iter().all(|logit| logit.is_finite()) {
-            return None;
-        }
-        let shape = [logits.len() / mixture.experts, mixture.experts];
-        let inputs = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &shape, logits));
-        Some(Routing::new(&router, &inputs, self.contract.kexp))
-    }
-
-    /// What the experts of a row add to the stream, in a layer by its number among those that have some.
-    pub fn mixture_update(
-        &self,
-        mixture: usize,
-        routing: &Routing,
-        (row, experts): (usize, &[usize]),
-        normed: &[f32],
-    ) -> Vec<Near> {
-        let weights = routing.weights(row, experts);
-        let of = |name: &str, expert: usize| {
-            let all = self.weight(name, Some(mixture));
-            let size = self.case.hidden * self.case.inner;
-            &all[expert * size..(expert + 1) * size]
-        };
-        let terms: Vec<(f64, f64, Mlp<'_>)> = experts
-            .iter()
-            .enumerate()
-            .map(|(index, expert)| {
-                let gate = Some(of("expert_gate", *expert));
-                let mlp = Mlp { gate, up: of("expert_up", *expert), down: of("expert_down", *expert) };
-                (weights.value[index], weights.error[index], mlp)
-            })
-            .collect();
-        stack::mixture(&terms, normed, self.ranks(), &self.contract)
-    }
-
     /// Logits of a row.
     pub fn logits(&self, head: &[f32], normed: &[f32]) -> Vec<Allowed> {
         let near = stack::logits(head, normed, &self.contract);
@@ -353,6 +317,9 @@ impl<'a> Shown<'a> {
             "key" => vec![self.material.latent.len(), self.rows, attention.qk_dim()],
             "attention" => vec![self.material.latent.len(), self.rows, heads, attention.v_head_dim()],
             "tokens" => vec![self.rows],
+            name if name.starts_with("latent") => {
+                vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.latent)]
+            }
             name if name.starts_with("kda_") => self.recurrent_shape(name),
             "router_logits" => {
                 vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.experts)]

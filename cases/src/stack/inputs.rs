@@ -97,6 +97,7 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
         (0..places * case.hidden).map(|_| (1.0 + 0.25 * counter.gaussian()) as f32).collect();
     tensors.insert("norm_weight", Tensor::from_f32(Dtype::F32, &[places, case.hidden], &norm));
     tensors.insert("rotary", rotary(case.rotary(), positions));
+    case.add_mixture_weights(seed, &mut tensors);
     case.add_recurrent_weights(seed, &mut tensors);
     tensors
 }
@@ -166,7 +167,20 @@ mod tests {
         let inputs = generate_stack(&case, 3).unwrap();
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
-        let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
+        let of_experts = [
+            "w_router",
+            "expert_gate",
+            "expert_up",
+            "expert_down",
+            "router_bias",
+            "hash_table",
+            "shared_gate",
+            "shared_up",
+            "shared_down",
+            "latent_down",
+            "latent_norm",
+            "latent_up",
+        ];
         let of_states = ["read_slots", "write_slots", "accepted"];
         let is_recurrent = |name: &str| name.starts_with("kda_") || of_states.contains(&name);
         let (recurrent, given): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
@@ -175,7 +189,15 @@ mod tests {
             given.into_iter().partition(|tensor| of_experts.contains(&tensor.name));
         assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
         assert_eq!(step.iter().count(), there.len());
-        let mixture = Some(StackMixture { experts: 5, top_k: 2, dense: 0 });
+        let mixture = Some(StackMixture {
+            experts: 5,
+            top_k: 2,
+            dense: 0,
+            hashed: 1,
+            shared: 3,
+            latent: 4,
+            biased: true,
+        });
         let mixed = StackCase { mixture, ..case.clone() };
         let inputs_mixed = generate_stack(&mixed, 3).unwrap();
         let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);

@@ -15,6 +15,7 @@ use crate::stacking::{KeyStore, Shown, StackMaterial, View, place};
 const STACK: &[Family] = &[Family::Stack];
 const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
 
+pub(super) use mixture::LATENT;
 pub(super) use recurrent::PROPERTIES as RECURRENT;
 
 pub(super) const PROPERTIES: &[Property] = &[

@@ -31,6 +31,16 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
         narrower(own.experts)
             .for_each(|experts| mixed(StackMixture { experts, top_k: own.top_k.min(experts), ..own }));
         narrower(own.top_k).for_each(|top_k| mixed(StackMixture { top_k, ..own }));
+        for plainer in [
+            StackMixture { hashed: 0, ..own },
+            StackMixture { shared: 0, ..own },
+            StackMixture { latent: 0, ..own },
+            StackMixture { biased: false, ..own },
+        ] {
+            if plainer != own {
+                mixed(plainer);
+            }
+        }
         (0..own.dense).for_each(|dense| mixed(StackMixture { dense, ..own }));
     }
     let sessions = session::moves(&Case::sequence(case.session.clone(), whole.seed), &case.session);
@@ -86,7 +96,10 @@ pub(super) fn plainness(case: &StackCase) -> Vec<u64> {
         groups as u64,
         case.layers as u64,
         u64::from(case.stream != StreamLayout::Whole),
-        case.mixture.map_or(0, |own| (1 + own.experts + own.top_k + own.dense) as u64),
+        case.mixture.map_or(0, |own| {
+            let around = own.hashed + own.shared + own.latent + usize::from(own.biased);
+            (1 + own.experts + own.top_k + own.dense + around) as u64
+        }),
         u64::from(case.recurrence.is_some()),
         case.vocabulary as u64,
     ]);

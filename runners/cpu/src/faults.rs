@@ -14,6 +14,7 @@ mod kda;
 mod kv_groups;
 mod layout;
 mod lse;
+mod mixtures;
 mod moe;
 mod positions;
 mod prefill;
@@ -159,6 +160,7 @@ pub fn faults() -> &'static [Fault] {
             causal::FAULTS,
             heads::FAULTS,
         hybrid::FAULTS,
+        mixtures::FAULTS,
             attention::FAULTS,
             lse::FAULTS,
             exchange::FAULTS,

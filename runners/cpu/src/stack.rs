@@ -4,6 +4,7 @@
 //! Order of a layer, residual stream and norms: vLLM `DeepseekV2DecoderLayer`; vocabulary over ranks: vLLM `VocabParallelEmbedding`,
 //! `ParallelLMHead`; the stream over ranks: sequence parallelism of vLLM and TensorCast.
 
+mod mixture;
 mod recurrent;
 mod weights;
 mod worker;
@@ -11,8 +12,7 @@ mod worker;
 use std::ops::Range;
 
 use shardcheck_engine::{
-    Activation, Configuration, EngineError, ExpertSharding, LayerKind, MoeExchange, MoePlan, Reply,
-    SharedExpert, StackPlan, Tensor, Tensors,
+    Configuration, EngineError, LayerKind, Reply, StackPlan, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -21,7 +21,6 @@ use crate::batch::Batch;
 use crate::cache::{KvFormat, RankCache};
 use crate::communicator::{Link, Ranks, Stop, run_ranks};
 use crate::derive::failed;
-use crate::experts;
 use crate::grid::Grids;
 use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, WriteMap};
@@ -31,6 +30,7 @@ use crate::write::WriteBatch;
 use weights::{FeedForward, Sizes, Weights};
 use worker::{Rows, Worker};
 
+pub use mixture::MixturePolicies;
 pub use recurrent::RecurrentPolicies;
 pub use worker::{Part, largest};
 
@@ -67,6 +67,8 @@ pub struct StackPolicies {
     pub part: fn(usize, usize, usize) -> Range<usize>,
     /// Layer whose router, and whose experts, a layer uses: `(layer, first one that has experts)`.
     pub mixture: [fn(usize, usize) -> usize; 2],
+    /// What else a layer of experts decides.
+    pub mixtures: MixturePolicies,
     /// Row by whose logits a row is routed: `(row, rows)`.
     pub routed_by: fn(usize, usize) -> usize,
     /// Whether a router reads the stream and not its normed rows, where every rank has all of them.
@@ -99,6 +101,7 @@ impl StackPolicies {
         output_head: |rank, _, heads| rank * heads,
         part: |rank, ranks, inner| rank * inner / ranks..(rank + 1) * inner / ranks,
         mixture: [|layer, _| layer; 2],
+        mixtures: MixturePolicies::HEALTHY,
         routed_by: |row, _| row,
         router_reads_stream: false,
         first_row: |rank, each| rank * each,
@@ -154,6 +157,9 @@ struct Seen {
     attention: Vec<f32>,
     router_logits: Vec<f32>,
     topk_ids: Vec<i32>,
+    latent: Vec<f32>,
+    latent_sum: Vec<f32>,
+    latent_normed: Vec<f32>,
     kda_channels: Vec<f32>,
     kda_gates: Vec<f32>,
     kda_out: Vec<f32>,
@@ -301,7 +307,7 @@ impl Step<'_> {
             FeedForward::Mlp(_) => passage.all(self, |worker, stream| {
                 worker.feed_forward_update(stream, &normed[worker.link.rank], layer)
             })?,
-            FeedForward::Experts { .. } => self.mixture(layer, &normed, passage)?,
+            FeedForward::Experts(_) => self.mixture(layer, &normed, passage)?,
         };
         passage.streams = passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
@@ -344,56 +350,6 @@ impl Step<'_> {
         }
         passage
             .all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
-    }
-
-    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first one, as the operation has them.
-    fn mixture(
-        &self,
-        layer: usize,
-        normed: &[Vec<f32>],
-        passage: &mut Passage,
-    ) -> Result<Vec<Vec<f32>>, EngineError> {
-        let (scene, first) = (self.scene, self.plan.dense());
-        let [router_of, experts_of] =
-            scene.policies.stack.mixture.map(|of| &self.weights.feed_forward[of(layer, first)]);
-        let (FeedForward::Experts { router, .. }, FeedForward::Experts { experts, .. }, Some(mixture)) =
-            (router_of, experts_of, self.plan.experts)
-        else {
-            return Err(EngineError::Crash { text: format!("layer {layer} has no experts") });
-        };
-        let logits = passage.all(self, |worker, stream| {
-            Ok(worker.router_logits(stream, &normed[worker.link.rank], router))
-        })?;
-        let (rows, hidden) = (self.rows.tokens.len(), self.weights.sizes.hidden);
-        let count = router.len() / hidden;
-        let of_row = |row: usize| &logits[0][(scene.policies.stack.routed_by)(row, rows) * count..][..count];
-        let routed_by: Vec<f32> = (0..rows).flat_map(of_row).copied().collect();
-        let inputs = experts
-            .clone()
-            .with("hidden", Tensor::from_f32(Dtype::Bf16, &[rows, hidden], &normed[0]))
-            .with("logits", Tensor::from_f32(Dtype::F32, &[rows, count], &routed_by))
-            .with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
-        let plan = MoePlan {
-            dp: 1,
-            pcp: 1,
-            tp: normed.len(),
-            exchange: MoeExchange::Local,
-            sharding: ExpertSharding::Whole,
-            shared: SharedExpert::None,
-            activation: Activation::SiluGated,
-        };
-        let reply = experts::run(&inputs, (mixture.router, plan), scene.ranks.timeout, &scene.policies.moe)?;
-        passage.count(&reply.collectives);
-        let (out, ids) = (reply.outputs.get("out")?.to_f32(), reply.outputs.get("topk_ids")?.to_i64());
-        let chosen = rows * mixture.router.top_k;
-        for (rank, (seen, logits)) in passage.seen.iter_mut().zip(logits).enumerate() {
-            seen.router_logits.extend(logits);
-            seen.topk_ids.extend(ids[rank * chosen..(rank + 1) * chosen].iter().map(|id| *id as i32));
-        }
-        passage.all(self, |worker, _| {
-            let size = rows * hidden;
-            Ok(worker.scattered(&out[worker.link.rank * size..(worker.link.rank + 1) * size]))
-        })
     }
 
     /// Writes the keys of the new rows that each rank owns into the cache of a latent layer.
@@ -495,6 +451,13 @@ impl Step<'_> {
         };
         let (each, top_k) = (plan.mixtures() * rows, mixture.router.top_k);
         let experts = seen[0].router_logits.len().checked_div(each).unwrap_or(0);
+        if mixture.latent {
+            let width = seen[0].latent.len().checked_div(each).unwrap_or(0);
+            let shape = [plan.mixtures(), rows, width];
+            outputs.insert("latent", join(half, &shape, |seen| &seen.latent));
+            outputs.insert("latent_sum", join(half, &shape, |seen| &seen.latent_sum));
+            outputs.insert("latent_normed", join(half, &shape, |seen| &seen.latent_normed));
+        }
         let ids: Vec<i32> = seen.iter().flat_map(|seen| seen.topk_ids.iter().copied()).collect();
         let outputs = outputs
             .with(

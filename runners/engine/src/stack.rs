@@ -1,14 +1,16 @@
 //! A small whole transformer: what its layers share, and the tensors of a step through all of them.
 
 mod layers;
+mod mixture;
 
 use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-use crate::{KdaPlan, Router, TensorSpec, vocabulary};
+use crate::{KdaPlan, TensorSpec, vocabulary};
 
 pub use layers::{LayerKind, LayerPattern};
+pub use mixture::StackExperts;
 
 vocabulary! {
     /// Where the rows of the residual stream lie between layers.
@@ -19,16 +21,6 @@ vocabulary! {
         /// reads them; what layers add is reduce-scattered.
         Sharded = "sharded",
     }
-}
-
-/// Layers of a stack that have a mixture of experts.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StackExperts {
-    /// Layers, the first ones, that have a plain MLP.
-    pub dense: usize,
-    /// How the experts of a row are chosen and weighed in the others.
-    pub router: Router,
 }
 
 /// Layers of a stack, and how they hang together.
@@ -147,6 +139,34 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec("expert_gate", Given, "bf16 [X, E, I, h]", "of each expert, likewise an MLP"),
     spec("expert_up", Given, "bf16 [X, E, I, h]", "likewise"),
     spec("expert_down", Given, "bf16 [X, E, h, I]", "likewise"),
+    spec("router_bias", Given, "f32 [X, E]", "bias of the choice, where it is biased"),
+    spec(
+        "hash_table",
+        Given,
+        "i32 [Y, V, k]",
+        "experts of each token id, of the first Y layers that have experts, where these are hashed",
+    ),
+    spec(
+        "shared_gate",
+        Given,
+        "bf16 [X, J, h]",
+        "of the expert that every row has, where there is one; a rank has the inner elements from r·J / ranks on, rounded down",
+    ),
+    spec("shared_up", Given, "bf16 [X, J, h]", "likewise"),
+    spec("shared_down", Given, "bf16 [X, h, J]", "likewise, columns"),
+    spec(
+        "latent_down",
+        Given,
+        "bf16 [X, z, h]",
+        "projection of the rows that experts get, where they are latent: z stands for h in the weights of experts then",
+    ),
+    spec("latent_norm", Given, "f32 [X, z]", "weight of the norm behind the sum of the experts"),
+    spec(
+        "latent_up",
+        Given,
+        "bf16 [X, h, z]",
+        "projection behind it; a rank has the columns from r·z / ranks on, rounded down",
+    ),
     spec("w_head", Given, "bf16 [V, h]", "a rank has the rows that it has of the embedding"),
     spec(
         "read_slots",
@@ -207,6 +227,19 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     ),
     spec("router_logits", Observable, "f32 [ranks, X, T, E]", "by which the rank routes each row"),
     spec("topk_ids", Observable, "i32 [ranks, X, T, k]", "experts of each row, in any order"),
+    spec(
+        "latent",
+        Observable,
+        "contract's output type [ranks, X, T, z]",
+        "rows that latent experts get, on every rank",
+    ),
+    spec(
+        "latent_sum",
+        Observable,
+        "contract's output type [ranks, X, T, z]",
+        "what the experts of all ranks give together",
+    ),
+    spec("latent_normed", Observable, "contract's output type [ranks, X, T, z]", "the same behind the norm"),
     spec(
         "kda_channels",
         Observable,

@@ -3,6 +3,7 @@
 use shardcheck_engine::{Attention, Configuration, EngineError, LayerKind, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
+use super::mixture::MixtureWeights;
 use super::recurrent::RecurrentWeights;
 use crate::batch::wrong_shape;
 use crate::experts::Mlp;
@@ -45,12 +46,7 @@ pub enum FeedForward {
     /// An MLP.
     Mlp(Mlp),
     /// Experts.
-    Experts {
-        /// `[E, h]`.
-        router: Vec<f32>,
-        /// Weights of the experts, as a layer of them is given them.
-        experts: Tensors,
-    },
+    Experts(MixtureWeights),
 }
 
 /// Weights of all layers and of what stands around them.
@@ -168,7 +164,7 @@ pub fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
 
 /// What stands behind attention in each layer: MLPs in the first ones.
 fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
-    let (dense, mixtures) = (plan.dense(), plan.mixtures());
+    let dense = plan.dense();
     let inner = |name: &str| -> Result<usize, EngineError> {
         Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
     };
@@ -185,25 +181,6 @@ fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Ve
             FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
         }));
     }
-    if mixtures > 0 {
-        let inner = inner("expert_down")?;
-        let experts = inputs.get("w_router")?.shape().get(1).copied().unwrap_or(0);
-        let router = read("w_router", &[mixtures, experts, hidden])?;
-        let (rows, columns) = ([mixtures, experts, inner, hidden], [mixtures, experts, hidden, inner]);
-        let [gate, up] = ["expert_gate", "expert_up"].map(|name| read(name, &rows));
-        let (gate, up, down) = (gate?, up?, read("expert_down", &columns)?);
-        found.extend((0..mixtures).map(|layer| {
-            let of = |all: &[f32], shape: &[usize]| {
-                Tensor::from_f32(Dtype::Bf16, &shape[1..], &part(all, mixtures, layer))
-            };
-            FeedForward::Experts {
-                router: part(&router, mixtures, layer),
-                experts: Tensors::new()
-                    .with("w_gate", of(&gate, &rows))
-                    .with("w_up", of(&up, &rows))
-                    .with("w_down", of(&down, &columns)),
-            }
-        }));
-    }
+    found.extend(MixtureWeights::read(inputs, plan, hidden)?.into_iter().map(FeedForward::Experts));
     Ok(found)
 }
