@@ -212,7 +212,16 @@ mod tests {
         let case = Case::read_back(ID);
         case.configuration().unwrap().check().unwrap();
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan(), StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, pattern: None, recurrent: None });
+        assert_eq!(
+            body.plan(),
+            StackPlan {
+                layers: 2,
+                stream: StreamLayout::Sharded,
+                experts: None,
+                pattern: None,
+                recurrent: None
+            }
+        );
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };

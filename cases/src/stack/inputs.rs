@@ -49,11 +49,8 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
         Some(own) => state_turns(&case.session, own.drafts)?.into_iter(),
         None => Vec::new().into_iter(),
     };
-    let of_turn = |turn: Turn| StackTurn {
-        inputs: turn.inputs(&case.session, seed),
-        turn,
-        states: states.next(),
-    };
+    let of_turn =
+        |turn: Turn| StackTurn { inputs: turn.inputs(&case.session, seed), turn, states: states.next() };
     let turns: Vec<StackTurn> = turns(&case.session, seed)?.into_iter().map(of_turn).collect();
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
     let count = numbers.max().map_or(0, |last| last as usize + 1);
@@ -139,7 +136,10 @@ impl StackInputs {
             let mut insert = |name: &str, values: Vec<i32>| {
                 tensors.insert(name, Tensor::from_i32(&[values.len()], &values));
             };
-            insert("read_slots", states.read.iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect());
+            insert(
+                "read_slots",
+                states.read.iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect(),
+            );
             insert("write_slots", states.write.iter().map(|slot| *slot as i32).collect());
             insert("accepted", states.accepted.iter().map(|rows| *rows as i32).collect());
         }

@@ -124,16 +124,20 @@ impl StackCase {
             tensors.insert("shared_down", down);
         }
         if own.latent > 0 {
-            tensors.insert("latent_down", draw(&[layers, own.latent, hidden], 0.0, unit(hidden), Dtype::Bf16));
+            tensors
+                .insert("latent_down", draw(&[layers, own.latent, hidden], 0.0, unit(hidden), Dtype::Bf16));
             tensors.insert("latent_norm", draw(&[layers, own.latent], 1.0, 0.25, Dtype::F32));
-            tensors.insert("latent_up", draw(&[layers, hidden, own.latent], 0.0, unit(own.latent), Dtype::Bf16));
+            tensors
+                .insert("latent_up", draw(&[layers, hidden, own.latent], 0.0, unit(own.latent), Dtype::Bf16));
         }
         if own.hashed > 0 {
             let mut entries = Vec::new();
             for _ in 0..own.hashed * self.vocabulary {
                 // experts of a token differ
                 let mut rest: Vec<i32> = (0..own.experts as i32).collect();
-                entries.extend((0..own.top_k).map(|_| rest.swap_remove(counter.below(rest.len() as u64) as usize)));
+                entries.extend(
+                    (0..own.top_k).map(|_| rest.swap_remove(counter.below(rest.len() as u64) as usize)),
+                );
             }
             let shape = [own.hashed, self.vocabulary, own.top_k];
             tensors.insert("hash_table", Tensor::from_i32(&shape, &entries));

@@ -106,7 +106,12 @@ impl StackCase {
             // decays that leave a state some tokens
             ("kda_bias", Dtype::F32, vec![layers, value_heads, key_dim], [-2.5, 0.5]),
             ("kda_norm", Dtype::F32, vec![layers, value_dim], [1.0, 0.2]),
-            ("kda_output", Dtype::Bf16, vec![layers, hidden, values], [0.0, 2.0 * (values as f64).powf(-0.5)]),
+            (
+                "kda_output",
+                Dtype::Bf16,
+                vec![layers, hidden, values],
+                [0.0, 2.0 * (values as f64).powf(-0.5)],
+            ),
         ]
     }
 

@@ -123,7 +123,10 @@ impl Allotment {
             turn.read.push(read);
             if held.slot.is_none() {
                 held.slot = Some(self.free.pop().unwrap_or(self.contents.len()));
-                self.contents.resize(self.contents.len().max(held.slot.map_or(0, |slot| slot + 1)), Content::default());
+                self.contents.resize(
+                    self.contents.len().max(held.slot.map_or(0, |slot| slot + 1)),
+                    Content::default(),
+                );
             }
             held.from = None;
             turn.write.extend(held.slot);

@@ -33,7 +33,8 @@ impl Recurrence {
         profile: &Profile,
     ) -> Result<Option<Self>, String> {
         let Some(sizes) = case.recurrence else { return Ok(None) };
-        let contract = profile.operation(OperationKind::Kda).and_then(|operation| operation.contract.as_ref());
+        let contract =
+            profile.operation(OperationKind::Kda).and_then(|operation| operation.contract.as_ref());
         let contract = contract.ok_or("the engine declares no contract for kda")?.clone();
         let StackRecurrence { heads, value_heads, key_dim, value_dim, taps, .. } = sizes;
         let layer = |number: usize| {
@@ -151,5 +152,70 @@ impl<'a> StateStore<'a> {
             token.output_gate.extend(&open[..own * value_dim]);
         }
         Token { channels: all, ..token }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use shardcheck_cases::{Family, SuiteName, suite};
+    use shardcheck_engine::Engine;
+
+    use super::*;
+    use crate::laboratory::Laboratory;
+    use crate::material::Material;
+
+    /// Largest distance of two states, in units of their bound and of 64-bit rounding.
+    fn distance(played: &State, alone: &State) -> f64 {
+        assert_eq!(played.window, alone.window);
+        let heads = played.heads.iter().zip(&alone.heads);
+        let elements = heads.flat_map(|(one, other)| one.value.iter().zip(&other.value));
+        elements.map(|(one, other)| (one - other).abs() / other.abs().max(1.0)).fold(0.0, f64::max)
+    }
+
+    #[test]
+    fn a_state_is_that_of_the_tokens_of_its_request_run_one_by_one_from_zeros_whatever_the_slots() {
+        let engine = shardcheck_cpu::engine();
+        let (mut compared, mut forked) = (0, 0);
+        for case in suite(SuiteName::Gate, 1) {
+            if case.family != Family::Stack {
+                continue;
+            }
+            let material = Material::of(&case, engine.profile()).unwrap();
+            let laboratory = Laboratory::new(&case, &engine, &material);
+            let own = laboratory.stack();
+            let (Some(mut store), Some(recurrence)) = (StateStore::new(own), own.recurrence.as_ref()) else {
+                continue;
+            };
+            // inputs of each token by layer, as they were last shown: no slot, no count of accepted rows
+            let mut known: HashMap<(usize, u32), Token> = HashMap::new();
+            for (turn, observed) in own.inputs.turns.iter().zip(laboratory.stepped().unwrap()) {
+                let shown = Shown::of(own, turn, observed);
+                let (channels, gates) =
+                    (shown.tensor("kda_channels").unwrap(), shown.tensor("kda_gates").unwrap());
+                let played = store.play(turn, &shown).unwrap();
+                for (number, (played, layer)) in played.iter().zip(&recurrence.layers).enumerate() {
+                    let mut row = 0;
+                    for (index, tokens) in turn.turn.tokens.iter().enumerate() {
+                        for token in &tokens[tokens.len() - turn.turn.new_tokens[index]..] {
+                            known.insert((number, *token), store.token(number, row, (&channels, &gates)));
+                            row += 1;
+                        }
+                        let mut alone = State::zero(&layer.shape);
+                        let arithmetic = Arithmetic::of(&recurrence.contract, 1);
+                        for token in tokens {
+                            let one = std::slice::from_ref(&known[&(number, *token)]);
+                            alone = advance(layer, &alone, one, &arithmetic)[0].state.clone();
+                        }
+                        let off = distance(&played.states[index], &alone);
+                        assert!(off < 1e-12, "{}, {}, request {index}: {off}", case.id(), own.name(turn));
+                        let states = turn.states.as_ref().unwrap();
+                        forked +=
+                            usize::from(states.read[index].is_some_and(|slot| slot != states.write[index]));
+                        compared += 1;
+                    }
+                }
+            }
+        }
+        assert!(compared > 100 && forked > 0, "{compared} {forked}");
     }
 }

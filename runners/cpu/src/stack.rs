@@ -11,9 +11,7 @@ mod worker;
 
 use std::ops::Range;
 
-use shardcheck_engine::{
-    Configuration, EngineError, LayerKind, Reply, StackPlan, Tensor, Tensors,
-};
+use shardcheck_engine::{Configuration, EngineError, LayerKind, Reply, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::attend::attend;
@@ -348,8 +346,7 @@ impl Step<'_> {
             seen.key.extend(key);
             seen.attention.extend(of_rank(rank));
         }
-        passage
-            .all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
+        passage.all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
     }
 
     /// Writes the keys of the new rows that each rank owns into the cache of a latent layer.

@@ -147,8 +147,7 @@ pub(super) const FAULTS: &[Fault] = &[
         bugs: &[],
         killed_by: &["stack.attention"],
         apply: |p| {
-            p.stack.recurrent.cache =
-                |to, layer, number| if to == TableUse::Write { layer } else { number };
+            p.stack.recurrent.cache = |to, layer, number| if to == TableUse::Write { layer } else { number };
         },
     },
     Fault {

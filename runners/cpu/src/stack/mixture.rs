@@ -103,7 +103,8 @@ impl MixtureWeights {
         };
         let half = |name: &str, shape: &[usize]| layers(name, Dtype::Bf16, shape);
         let router = half("w_router", &[count, hidden])?;
-        let (gate, up) = (half("expert_gate", &[count, inner, width])?, half("expert_up", &[count, inner, width])?);
+        let (gate, up) =
+            (half("expert_gate", &[count, inner, width])?, half("expert_up", &[count, inner, width])?);
         let down = half("expert_down", &[count, width, inner])?;
         let bias = match own.router.choice {
             ExpertChoice::Biased => Some(layers("router_bias", Dtype::F32, &[count])?),
@@ -223,7 +224,9 @@ impl Step<'_> {
         let around = self.mixture_of((stack.mixtures.latent)(layer, first))?.latent.as_ref();
         let lowered = match around {
             None => Vec::new(),
-            Some(latent) => passage.all(self, |worker, _| Ok(worker.lowered(&normed[worker.link.rank], latent)))?,
+            Some(latent) => {
+                passage.all(self, |worker, _| Ok(worker.lowered(&normed[worker.link.rank], latent)))?
+            }
         };
         let mut inputs = routed.with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
         let (width, given) = around.map_or((hidden, &normed[0]), |latent| (latent.norm.len(), &lowered[0]));
@@ -315,5 +318,10 @@ impl Step<'_> {
 fn mlp(shared: &Tensors) -> Result<Mlp, EngineError> {
     let values = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(shared.get(name)?.to_f32()) };
     let inner = shared.get("shared_up")?.shape()[0];
-    Ok(Mlp { gate: Some(values("shared_gate")?), up: values("shared_up")?, down: values("shared_down")?, inner })
+    Ok(Mlp {
+        gate: Some(values("shared_gate")?),
+        up: values("shared_up")?,
+        down: values("shared_down")?,
+        inner,
+    })
 }

@@ -75,7 +75,11 @@ impl RecurrentWeights {
     ///
     /// # Errors
     /// [`EngineError::Input`] for tensors that do not fit each other; a crash for heads that ranks do not share.
-    pub fn read(inputs: &Tensors, layers: usize, (hidden, tp): (usize, usize)) -> Result<Vec<Self>, EngineError> {
+    pub fn read(
+        inputs: &Tensors,
+        layers: usize,
+        (hidden, tp): (usize, usize),
+    ) -> Result<Vec<Self>, EngineError> {
         if layers == 0 {
             return Ok(Vec::new());
         }
@@ -157,7 +161,12 @@ impl Worker<'_> {
     }
 
     /// What a recurrent layer adds to the stream, given the output of the own value heads `[T, HV / P, V]`.
-    fn recurrent_update(&self, stream: &[f32], out: &[f32], weights: &RecurrentWeights) -> Result<Vec<f32>, Stop> {
+    fn recurrent_update(
+        &self,
+        stream: &[f32],
+        out: &[f32],
+        weights: &RecurrentWeights,
+    ) -> Result<Vec<f32>, Stop> {
         let all = weights.sizes.value_heads * weights.sizes.value_dim;
         let own = all / self.link.world;
         let row = |x: &[f32]| -> Vec<f32> {
@@ -180,7 +189,8 @@ impl Step<'_> {
         let crash = |text: String| EngineError::Crash { text };
         let policies = &self.scene.policies.stack.recurrent;
         let number = self.plan.number(layer);
-        let plan = self.plan.recurrent.ok_or_else(|| crash(format!("layer {layer} is recurrent without a plan")))?;
+        let plan =
+            self.plan.recurrent.ok_or_else(|| crash(format!("layer {layer} is recurrent without a plan")))?;
         let weights = &self.weights.recurrent[(policies.weights)(number)];
         let projected = passage.all(self, |worker, stream| {
             Ok(worker.project_recurrent(stream, &normed[worker.link.rank], weights))
@@ -223,7 +233,11 @@ impl Step<'_> {
     }
 
     /// A step of Kimi delta attention of what all ranks have projected.
-    fn recurrent_inputs(&self, projected: &[Projected], weights: &RecurrentWeights) -> Result<Tensors, EngineError> {
+    fn recurrent_inputs(
+        &self,
+        projected: &[Projected],
+        weights: &RecurrentWeights,
+    ) -> Result<Tensors, EngineError> {
         let RecurrentSizes { heads, value_heads, key_dim, value_dim, .. } = weights.sizes;
         let ranks = projected.len();
         let (keys, values) = (heads / ranks * key_dim, value_heads / ranks * value_dim);
@@ -268,7 +282,12 @@ impl Step<'_> {
     }
 
     /// Writes a recurrent layer's rows as keys, where it does; `before` latent layers stand before it.
-    fn write_rows(&self, before: usize, projected: &[Projected], memory: &mut StackMemory) -> Result<(), EngineError> {
+    fn write_rows(
+        &self,
+        before: usize,
+        projected: &[Projected],
+        memory: &mut StackMemory,
+    ) -> Result<(), EngineError> {
         let Some(target) = (self.scene.policies.stack.recurrent.keys)(before) else { return Ok(()) };
         let (rows, width) = (self.rows.tokens.len(), self.weights.sizes.key_dim);
         let keys: Vec<Vec<f32>> = projected

@@ -62,7 +62,13 @@ impl Battery<'_> {
             let scene = Scene::small(RANKS).with(|scene| scene.configuration.dcp = 2);
             let mut session = scene.open(self.engine);
             for (number, (requests, padding)) in STEPS.iter().enumerate() {
-                let plan = StackPlan { layers: LAYERS, stream, experts: Some(MIXED), pattern: None, recurrent: None };
+                let plan = StackPlan {
+                    layers: LAYERS,
+                    stream,
+                    experts: Some(MIXED),
+                    pattern: None,
+                    recurrent: None,
+                };
                 let operation = Operation::Forward { plan };
                 let reply = step(session.as_mut(), &operation, &mut inputs(number, requests, *padding));
                 self.reply("stack", &SHOWN, &reply);
