@@ -47,7 +47,8 @@ pub use sequence::{
 };
 pub use sparse::{IndexPattern, SelectCase};
 pub use stack::{
-    StackCase, StackInputs, StackMixture, StackRecurrence, StackTurn, StateTurn, generate_stack, state_turns,
+    StackCase, StackInputs, StackMixture, StackRecurrence, StackSelection, StackTurn, StateTurn,
+    generate_stack, state_turns,
 };
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -3,16 +3,16 @@
 mod inputs;
 mod mixture;
 mod recurrence;
+mod selection;
 mod slots;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{
-    Attention, Configuration, LayerKind, LayerPattern, Operation, StackPlan, StreamLayout,
-};
+use shardcheck_engine::{Attention, Configuration, LayerPattern, Operation, StackPlan, StreamLayout};
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
 pub use mixture::StackMixture;
 pub use recurrence::StackRecurrence;
+pub use selection::StackSelection;
 pub use slots::{StateTurn, state_turns};
 
 use crate::check::elements;
@@ -49,6 +49,9 @@ pub struct StackCase {
     /// Sizes of the recurrent ones; absent: there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recurrence: Option<StackRecurrence>,
+    /// How many tokens rows attend to in layers that have some named, and how these are listed; absent: no layer has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selection: Option<StackSelection>,
     /// What the session is opened with, and its steps, of which a run is one through all layers.
     pub session: SequenceCase,
 }
@@ -58,7 +61,14 @@ impl StackCase {
     pub fn plan(&self) -> StackPlan {
         let experts = self.mixture.map(|own| own.plan());
         let recurrent = self.recurrent_plan();
-        StackPlan { layers: self.layers, stream: self.stream, experts, pattern: self.pattern, recurrent }
+        StackPlan {
+            layers: self.layers,
+            stream: self.stream,
+            experts,
+            pattern: self.pattern,
+            recurrent,
+            list: self.selection.map(|own| own.list),
+        }
     }
 
     /// Each step.
@@ -82,7 +92,7 @@ impl StackCase {
     /// Shape of each weight, without the rotary table, by name.
     pub fn weight_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
         let Self { hidden, inner, vocabulary, .. } = *self;
-        let (configuration, layers) = (self.configuration(), self.plan().layers_of(LayerKind::Latent).len());
+        let (configuration, layers) = (self.configuration(), self.plan().attending().len());
         let (heads, attention) = (configuration.total_heads(), configuration.attention);
         let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
         let (dense, mixtures) = (self.plan().dense(), self.plan().mixtures());
@@ -169,14 +179,17 @@ impl StackCase {
         let mixture = self.mixture.map_or(String::new(), |own| own.spell());
         let pattern = self.pattern.map_or(String::new(), |pattern| format!(".{pattern}"));
         let recurrence = self.recurrence.map_or(String::new(), |own| own.spell());
-        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}")
+        let selection = self.selection.map_or(String::new(), |own| own.spell());
+        format!(
+            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}"
+        )
     }
 
     /// Reads what [`Self::spell`] wrote.
     pub(crate) fn read(stack: &str, session: SequenceCase) -> Result<Self, String> {
         let mut tokens = Tokens::split(stack);
         let mixture = StackMixture::read(&mut tokens)?;
-        let (pattern, recurrence) = recurrence::read_pattern(&mut tokens)?;
+        let (pattern, recurrence, selection) = recurrence::read_pattern(&mut tokens)?;
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -186,6 +199,7 @@ impl StackCase {
             mixture,
             pattern,
             recurrence,
+            selection,
             session,
         };
         tokens.finish()?;
@@ -229,7 +243,7 @@ mod tests {
         let id = ID.replacen("sharded", HYBRID, 1).replacen("l2", "l4", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };
-        assert_eq!(body.plan().layers_of(LayerKind::Recurrent), [0, 1, 2]);
+        assert_eq!(body.plan().recurrences(), [0, 1, 2]);
         assert_eq!(body.plan().recurrent.unwrap().slots, 2);
     }
 
@@ -237,7 +251,7 @@ mod tests {
     fn recurrent_layers_that_can_not_be_are_refused_with_the_reason() {
         for (from, to, reason) in [
             ("kkkm", "kkk", "a letter for each"),
-            ("kkkm", "kkkk", "and a latent layer"),
+            ("kkkm", "kkkk", "and a layer that attends"),
             ("kkkm", "mmmm", "unknown here"),
             ("qh4", "qh3", "evenly"),
             ("vh8", "vh6", "evenly"),

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use shardcheck_cases::{StackCase, StackInputs, StackTurn, generate_stack};
 use shardcheck_engine::{
-    Configuration, LayerKind, Operation, OperationKind, Profile, StackPlan, StreamLayout, Tensor, Tensors,
+    Configuration, Operation, OperationKind, Profile, StackPlan, StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::bound::interval;
@@ -37,7 +37,7 @@ pub struct StackMaterial {
     pub inputs: StackInputs,
     /// The published layout of the session's caches.
     pub layout: Layout,
-    /// Layers with latent attention, in order.
+    /// Layers that attend over a cache, in order.
     pub latent: Vec<usize>,
     /// Recurrent layers, in order.
     pub recurrent: Vec<usize>,
@@ -76,8 +76,7 @@ impl StackMaterial {
         let inputs = generate_stack(case, seed)?;
         let read = |(name, tensor): (&str, &Tensor)| (name.to_owned(), (tensor.shape()[0], tensor.to_f32()));
         let weights: BTreeMap<String, (usize, Vec<f32>)> = inputs.weights.iter().map(read).collect();
-        let [latent, recurrent] =
-            [LayerKind::Latent, LayerKind::Recurrent].map(|kind| case.plan().layers_of(kind));
+        let (latent, recurrent) = (case.plan().attending(), case.plan().recurrences());
         let weight = |name: &str, number: usize| part(&weights, name, Some(number));
         let recurrence = Recurrence::new(case, recurrent.len(), weight, profile)?;
         let (case, profile) = (case.clone(), profile.clone());
@@ -238,6 +237,8 @@ impl StackMaterial {
         inputs.query = query;
         inputs.keys = keys;
         inputs.w_uv = Some(self.weight("w_uv", Some(layer)).to_vec());
+        let selection = self.case.plan().selection(self.latent[layer]);
+        inputs.selected = selection.map_or(Vec::new(), |number| turn.selected[number].clone());
         let case = turn.turn.case(&self.case.session);
         let material =
             AttentionMaterial::over(turn.turn.kind.family(), case, self.seed, &self.profile, inputs)

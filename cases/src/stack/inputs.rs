@@ -38,6 +38,8 @@ pub struct StackTurn {
     pub inputs: Inputs,
     /// Slots of the recurrent layers, where there are some.
     pub states: Option<StateTurn>,
+    /// Positions of the tokens of each row, padding included, in each layer that has some named.
+    pub selected: Vec<Vec<Vec<usize>>>,
 }
 
 /// Makes the inputs of a case. Equal arguments give equal inputs.
@@ -49,8 +51,12 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
         Some(own) => state_turns(&case.session, own.drafts)?.into_iter(),
         None => Vec::new().into_iter(),
     };
-    let of_turn =
-        |turn: Turn| StackTurn { inputs: turn.inputs(&case.session, seed), turn, states: states.next() };
+    let of_turn = |turn: Turn| StackTurn {
+        inputs: turn.inputs(&case.session, seed),
+        states: states.next(),
+        selected: case.select(&turn, seed),
+        turn,
+    };
     let turns: Vec<StackTurn> = turns(&case.session, seed)?.into_iter().map(of_turn).collect();
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
     let count = numbers.max().map_or(0, |last| last as usize + 1);
@@ -132,6 +138,9 @@ impl StackInputs {
         for (name, tensor) in self.weights.iter() {
             tensors.insert(name, tensor.clone());
         }
+        if let Some(selected) = case.selected_tensor(&turn.selected) {
+            tensors.insert("selected", selected);
+        }
         if let Some(states) = &turn.states {
             let mut insert = |name: &str, values: Vec<i32>| {
                 tensors.insert(name, Tensor::from_i32(&[values.len()], &values));
@@ -180,6 +189,7 @@ mod tests {
             "latent_down",
             "latent_norm",
             "latent_up",
+            "selected",
         ];
         let of_states = ["read_slots", "write_slots", "accepted"];
         let is_recurrent = |name: &str| name.starts_with("kda_") || of_states.contains(&name);
@@ -201,7 +211,8 @@ mod tests {
         let mixed = StackCase { mixture, ..case.clone() };
         let inputs_mixed = generate_stack(&mixed, 3).unwrap();
         let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);
-        assert!(absent.iter().all(|tensor| mixed.find(tensor.name).is_some()));
+        let of_mixtures = || absent.iter().filter(|tensor| tensor.name != "selected");
+        assert!(of_mixtures().all(|tensor| mixed.find(tensor.name).is_some()));
         assert_eq!(mixed.get("w_gate").unwrap().shape(), [0, 20, 24]);
         let hybrid = "stack/l3.h24.i20.v37.whole.kkm.qh2.vh4.qd6.vd5.t4.c4.u2.softplus/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
         let Body::Stack(hybrid) = hybrid.parse::<Case>().unwrap().body else { panic!("another body") };

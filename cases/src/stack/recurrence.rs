@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{KdaGate, KdaPlan, LayerKind, LayerPattern, Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, round_bf16};
 
-use super::StackCase;
+use super::{StackCase, StackSelection};
 use crate::id::Tokens;
 use crate::{CaseError, Step};
 
@@ -61,15 +61,17 @@ impl StackRecurrence {
     }
 }
 
-/// Takes the pattern of layers from an id, and the sizes of its recurrent layers.
-pub(super) fn read_pattern(
-    tokens: &mut Tokens,
-) -> Result<(Option<LayerPattern>, Option<StackRecurrence>), String> {
+/// What stands in an id of kinds of layers.
+type Kinds = (Option<LayerPattern>, Option<StackRecurrence>, Option<StackSelection>);
+
+/// Takes the pattern of layers from an id, the sizes of its recurrent layers, and the tokens of those that select.
+pub(super) fn read_pattern(tokens: &mut Tokens) -> Result<Kinds, String> {
     // a pattern is letters alone, and no other token that is begins with one of its letters
     let pattern: Option<LayerPattern> = tokens.take(|token| token.parse().ok());
-    let is_recurrent = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Recurrent));
-    let recurrence = is_recurrent.then(|| StackRecurrence::read(tokens)).transpose()?;
-    Ok((pattern, recurrence))
+    let has = |kind| pattern.is_some_and(|pattern: LayerPattern| pattern.kinds().contains(&kind));
+    let recurrence = has(LayerKind::Recurrent).then(|| StackRecurrence::read(tokens)).transpose()?;
+    let selection = has(LayerKind::Selecting).then(|| StackSelection::read(tokens)).transpose()?;
+    Ok((pattern, recurrence, selection))
 }
 
 impl StackCase {
@@ -91,7 +93,7 @@ impl StackCase {
     fn recurrent_weights(&self) -> Vec<(&'static str, Dtype, Vec<usize>, [f64; 2])> {
         let Some(own) = self.recurrence else { return Vec::new() };
         let StackRecurrence { heads, value_heads, key_dim, value_dim, taps, .. } = own;
-        let (layers, hidden) = (self.plan().layers_of(LayerKind::Recurrent).len(), self.hidden);
+        let (layers, hidden) = (self.plan().recurrences().len(), self.hidden);
         let unit = (hidden as f64).powf(-0.5);
         let values = value_heads * value_dim;
         vec![
@@ -132,14 +134,15 @@ impl StackCase {
     pub(super) fn check_pattern(&self) -> Result<(), CaseError> {
         let fail = |reason: String| Err(CaseError::OutOfRange(reason));
         if let Some(pattern) = self.pattern
-            && (pattern.kinds().len() != self.layers || !pattern.kinds().contains(&LayerKind::Latent))
+            && (pattern.kinds().len() != self.layers || !pattern.kinds().iter().any(|kind| kind.attends()))
         {
             return fail(format!(
-                "the pattern {pattern} of {} layers must have a letter for each, and a latent layer (m)",
+                "the pattern {pattern} of {} layers must have a letter for each, and a layer that attends (m, s)",
                 self.layers
             ));
         }
-        let recurrent = self.plan().layers_of(LayerKind::Recurrent);
+        self.check_selection()?;
+        let recurrent = self.plan().recurrences();
         let Some(own) = self.recurrence else {
             return match recurrent.first() {
                 None => Ok(()),
@@ -175,7 +178,7 @@ impl StackCase {
     /// Elements that the recurrent layers hold and show, of rows and of runs of so many requests.
     pub(super) fn recurrent_elements(&self, rows: usize, requests: usize) -> usize {
         let Some(own) = self.recurrence else { return 0 };
-        let layers = self.plan().layers_of(LayerKind::Recurrent).len();
+        let layers = self.plan().recurrences().len();
         let state = own.value_heads * own.key_dim * own.value_dim + own.channels() * own.taps;
         let row = own.channels() + own.value_heads * (own.key_dim + 2 * own.value_dim + 1);
         layers * (rows * row + requests * state)

@@ -61,7 +61,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     },
     Property {
         id: "stack.attention",
-        statement: "a layer attends to the keys that this layer wrote, those of this step included, rejected ones overwritten",
+        statement: "a layer attends to the keys that this layer wrote, those of this step included, rejected ones overwritten; to those of its selection where it has or shares one",
         source: "every layer has a cache of its own; block table and lengths are those of the step for all of them",
         bugs: &["vllm-ascend#7549", "vllm-ascend#10878"],
         tolerance: "certified bound of decode and verify, for the queries and keys that the engine showed",

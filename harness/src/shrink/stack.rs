@@ -1,6 +1,6 @@
 //! Smaller stacks: fewer layers, narrower ones, a smaller vocabulary, a stream that is not sharded, and smaller sessions.
 
-use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackRecurrence};
+use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackRecurrence, StackSelection};
 use shardcheck_engine::{LayerKind, StreamLayout};
 
 use super::session;
@@ -16,7 +16,9 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
         let pattern = case.pattern.map(|pattern| pattern.first(layers));
         let is_recurrent = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Recurrent));
         let recurrence = case.recurrence.filter(|_| is_recurrent);
-        add(StackCase { layers, pattern, recurrence, ..case.clone() });
+        let selects = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Selecting));
+        let selection = case.selection.filter(|_| selects);
+        add(StackCase { layers, pattern, recurrence, selection, ..case.clone() });
     }
     let narrower =
         |width: usize| [1, 2, 4, width / 2].into_iter().filter(move |less| (1..width).contains(less));
@@ -25,6 +27,12 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     narrower(case.vocabulary).for_each(|vocabulary| add(StackCase { vocabulary, ..case.clone() }));
     add(StackCase { stream: StreamLayout::Whole, ..case.clone() });
     recurrent_moves(case).into_iter().for_each(&mut add);
+    if let Some(own) = case.selection {
+        add(StackCase { selection: None, pattern: None, recurrence: None, ..case.clone() });
+        narrower(own.top_k).for_each(|top_k| {
+            add(StackCase { selection: Some(StackSelection { top_k, ..own }), ..case.clone() });
+        });
+    }
     if let Some(own) = case.mixture {
         add(StackCase { mixture: None, ..case.clone() });
         let mut mixed = |mixture: StackMixture| add(StackCase { mixture: Some(mixture), ..case.clone() });
@@ -55,7 +63,7 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
 /// Fewer recurrent layers, and smaller ones.
 fn recurrent_moves(case: &StackCase) -> Vec<StackCase> {
     let (Some(pattern), Some(own)) = (case.pattern, case.recurrence) else { return Vec::new() };
-    let mut found = vec![StackCase { pattern: None, recurrence: None, ..case.clone() }];
+    let mut found = vec![StackCase { pattern: None, recurrence: None, selection: None, ..case.clone() }];
     let kinds = pattern.to_string();
     for layer in 0..case.layers {
         let mut fewer = kinds.clone();
@@ -101,6 +109,7 @@ pub(super) fn plainness(case: &StackCase) -> Vec<u64> {
             (1 + own.experts + own.top_k + own.dense + around) as u64
         }),
         u64::from(case.recurrence.is_some()),
+        case.selection.map_or(0, |own| 1 + own.top_k as u64),
         case.vocabulary as u64,
     ]);
     plain

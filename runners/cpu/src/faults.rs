@@ -25,6 +25,7 @@ mod segments;
 mod selected;
 mod settings;
 mod shared_rows;
+mod shared_selection;
 mod small;
 mod sparse;
 mod stack;
@@ -161,6 +162,7 @@ pub fn faults() -> &'static [Fault] {
             heads::FAULTS,
             hybrid::FAULTS,
             mixtures::FAULTS,
+            shared_selection::FAULTS,
             attention::FAULTS,
             lse::FAULTS,
             exchange::FAULTS,

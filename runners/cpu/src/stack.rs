@@ -6,12 +6,13 @@
 
 mod mixture;
 mod recurrent;
+mod selected;
 mod weights;
 mod worker;
 
 use std::ops::Range;
 
-use shardcheck_engine::{Configuration, EngineError, LayerKind, Reply, StackPlan, Tensor, Tensors};
+use shardcheck_engine::{Configuration, EngineError, Reply, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::attend::attend;
@@ -30,6 +31,7 @@ use worker::{Rows, Worker};
 
 pub use mixture::MixturePolicies;
 pub use recurrent::RecurrentPolicies;
+pub use selected::SelectionPolicy;
 pub use worker::{Part, largest};
 
 /// What a stack decides.
@@ -43,6 +45,8 @@ pub struct StackPolicies {
     pub cache: fn(TableUse, usize) -> usize,
     /// Recurrent layers.
     pub recurrent: RecurrentPolicies,
+    /// Selection that a layer goes by: `(what it is, its own)`.
+    pub selection: SelectionPolicy,
     /// Length that a request has in a layer: `(layer, length, rows)`.
     pub length: fn(usize, usize, usize) -> usize,
     /// Whether a layer writes its keys before it attends.
@@ -88,6 +92,7 @@ impl StackPolicies {
         foreign: |_, _| None,
         cache: |_, layer| layer,
         recurrent: RecurrentPolicies::HEALTHY,
+        selection: |_, own| own,
         length: |_, length, _| length,
         writes_first: true,
         position: |length, rows, row| (length + row).saturating_sub(rows),
@@ -283,9 +288,9 @@ impl Step<'_> {
         memory: &mut StackMemory,
     ) -> Result<(), EngineError> {
         let before = passage.all(self, |worker, stream| worker.normed(stream, 2 * layer))?;
-        let updates = match self.plan.kind(layer) {
-            LayerKind::Latent => self.latent(layer, &before, passage, memory)?,
-            LayerKind::Recurrent => self.recurrent(layer, &before, passage, memory)?,
+        let updates = match self.plan.kind(layer).attends() {
+            true => self.latent(layer, &before, passage, memory)?,
+            false => self.recurrent(layer, &before, passage, memory)?,
         };
         let behind = passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
@@ -334,7 +339,7 @@ impl Step<'_> {
         if stack.writes_first {
             self.write(writes, &keys, memory)?;
         }
-        let attended = self.attend((number, attends), &queries, memory, passage)?;
+        let attended = self.attend((layer, number, attends), &queries, memory, passage)?;
         if !stack.writes_first {
             self.write(writes, &keys, memory)?;
         }
@@ -373,10 +378,11 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// What attention gives to the heads of all ranks, `[ranks, T, H, Vo]`, in a layer by its number and that of its cache.
+    /// What attention gives to the heads of all ranks, `[ranks, T, H, Vo]`, in a layer, by its number among those that attend
+    /// and that of its cache.
     fn attend(
         &self,
-        (layer, cache): (usize, usize),
+        (layer, number, cache): (usize, usize, usize),
         queries: &[&[f32]],
         memory: &StackMemory,
         passage: &mut Passage,
@@ -388,12 +394,14 @@ impl Step<'_> {
         let query: Vec<f32> = (0..count).flat_map(row).copied().collect();
         let inputs = Tensors::new()
             .with("query", Tensor::from_f32(Dtype::Bf16, &[count, all_heads, key_dim], &query))
-            .with("w_uv", self.weights.latent[layer].up_projection.clone());
+            .with("w_uv", self.weights.latent[number].up_projection.clone());
         let metadata: Vec<Metadata> =
-            self.scene.metadata.iter().map(|own| self.in_layer(layer, own)).collect();
+            self.scene.metadata.iter().map(|own| self.in_layer(number, own)).collect();
         let source = (policies.stack.cache)(TableUse::Attend, cache);
         let caches = &memory.layers[source].caches;
-        let reply = attend((configuration, grids), caches, (&inputs, None), &metadata, ranks, policies)?;
+        let plan = self.selection(layer, &metadata)?;
+        let given = (&inputs, plan.as_ref());
+        let reply = attend((configuration, grids), caches, given, &metadata, ranks, policies)?;
         passage.count(&reply.collectives);
         Ok(reply.outputs.get("out")?.to_f32())
     }
@@ -412,7 +420,7 @@ impl Step<'_> {
         let Passage { seen, collectives, .. } = passage;
         let (ranks, rows, plan) = (seen.len(), self.rows.tokens.len(), self.plan);
         let Sizes { hidden, vocabulary, heads, key_dim, up_dim, .. } = self.weights.sizes;
-        let (layers, own) = (plan.layers_of(LayerKind::Latent).len(), plan.stream_rows(rows, ranks));
+        let (layers, own) = (plan.attending().len(), plan.stream_rows(rows, ranks));
         let join = |dtype: Dtype, shape: &[usize], part: fn(&Seen) -> &Vec<f32>| {
             let values: Vec<f32> = seen.iter().flat_map(|seen| part(seen).iter().copied()).collect();
             let shape: Vec<usize> = std::iter::once(ranks).chain(shape.iter().copied()).collect();

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-use crate::{KdaPlan, TensorSpec, vocabulary};
+use crate::{KdaPlan, SlotList, TensorSpec, vocabulary};
 
 pub use layers::{LayerKind, LayerPattern};
 pub use mixture::StackExperts;
@@ -44,6 +44,9 @@ pub struct StackPlan {
     /// Gate, slots and chunks of the recurrent layers, alike in all of them; absent where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recurrent: Option<KdaPlan>,
+    /// How a rank lists the slots of selected tokens; absent where no layer has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub list: Option<SlotList>,
 }
 
 impl StackPlan {
@@ -74,14 +77,30 @@ impl StackPlan {
         known.copied().unwrap_or(LayerKind::Latent)
     }
 
-    /// Layers of a kind, in order.
-    pub fn layers_of(&self, kind: LayerKind) -> Vec<usize> {
-        (0..self.layers).filter(|layer| self.kind(*layer) == kind).collect()
+    /// Layers A that attend over a KV cache, in order.
+    pub fn attending(&self) -> Vec<usize> {
+        (0..self.layers).filter(|layer| self.kind(*layer).attends()).collect()
     }
 
-    /// Number of a layer among those of its kind.
+    /// Recurrent layers N, in order.
+    pub fn recurrences(&self) -> Vec<usize> {
+        (0..self.layers).filter(|layer| !self.kind(*layer).attends()).collect()
+    }
+
+    /// Number of a layer among those that attend, or among recurrent ones.
     pub fn number(&self, layer: usize) -> usize {
-        (0..layer).filter(|earlier| self.kind(*earlier) == self.kind(layer)).count()
+        let own = self.kind(layer).attends();
+        (0..layer).filter(|earlier| self.kind(*earlier).attends() == own).count()
+    }
+
+    /// Number of the selection whose tokens a layer attends to; none where it attends to all, or where no layer before has one to share.
+    pub fn selection(&self, layer: usize) -> Option<usize> {
+        let selecting = (0..layer).filter(|earlier| self.kind(*earlier) == LayerKind::Selecting).count();
+        match self.kind(layer) {
+            LayerKind::Selecting => Some(selecting),
+            LayerKind::Sharing => selecting.checked_sub(1),
+            LayerKind::Latent | LayerKind::Recurrent => None,
+        }
     }
 
     /// Places of the residual stream that are observed: before each attention and each MLP, and behind the last layer.
@@ -117,7 +136,7 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "w_query",
         Given,
         "bf16 [A, Hall, Dk, h]",
-        "query of each head, latent and rotary part (absorbed form), of the A layers with latent attention",
+        "query of each head, latent and rotary part (absorbed form), of the A layers that attend",
     ),
     spec("w_key", Given, "bf16 [A, Dk, h]", "latent and rotary part of a key"),
     spec("w_uv", Given, "bf16 [A, Hall, Dv, Vo]", "up-projection of each head"),
@@ -168,6 +187,12 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "projection behind it; a rank has the columns from r·z / ranks on, rounded down",
     ),
     spec("w_head", Given, "bf16 [V, h]", "a rank has the rows that it has of the embedding"),
+    spec(
+        "selected",
+        Given,
+        "i32 [Q, T, k]",
+        "positions of the tokens of each row, in the Q layers that have some named: different ones that the row sees, −1 behind the last; absent where there is none",
+    ),
     spec(
         "read_slots",
         Given,
@@ -278,7 +303,14 @@ mod tests {
 
     #[test]
     fn rows_of_a_sharded_stream_are_shared_out_evenly_and_rounded_up() {
-        let plan = |stream| StackPlan { layers: 3, stream, experts: None, pattern: None, recurrent: None };
+        let plan = |stream| StackPlan {
+            layers: 3,
+            stream,
+            experts: None,
+            pattern: None,
+            recurrent: None,
+            list: None,
+        };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
         assert_eq!(plan(StreamLayout::Whole).places(), 7);
@@ -292,12 +324,30 @@ mod tests {
             experts: None,
             pattern: Some("kkmkm".parse().unwrap()),
             recurrent: None,
+            list: None,
         };
-        assert_eq!(plan.layers_of(LayerKind::Recurrent), [0, 1, 3]);
-        assert_eq!(plan.layers_of(LayerKind::Latent), [2, 4]);
+        assert_eq!(plan.recurrences(), [0, 1, 3]);
+        assert_eq!(plan.attending(), [2, 4]);
         assert_eq!([0, 1, 2, 3, 4].map(|layer| plan.number(layer)), [0, 1, 0, 2, 1]);
         let plain = StackPlan { pattern: None, ..plan };
-        assert_eq!(plain.layers_of(LayerKind::Latent).len(), 5);
+        assert_eq!(plain.attending().len(), 5);
+    }
+
+    #[test]
+    fn a_sharing_layer_has_the_last_selection_before_it() {
+        let plan = StackPlan {
+            layers: 7,
+            stream: StreamLayout::Whole,
+            experts: None,
+            pattern: Some("msrksrr".parse().unwrap()),
+            recurrent: None,
+            list: Some(SlotList::Packed),
+        };
+        let selections = [0, 1, 2, 3, 4, 5, 6].map(|layer| plan.selection(layer));
+        assert_eq!(selections, [None, Some(0), Some(0), None, Some(1), Some(1), Some(1)]);
+        assert_eq!(plan.number(4), 3);
+        let early = StackPlan { pattern: Some("r".parse().unwrap()), ..plan };
+        assert_eq!(early.selection(0), None);
     }
 
     #[test]
@@ -308,6 +358,7 @@ mod tests {
             experts: None,
             pattern: Some("km".parse().unwrap()),
             recurrent: None,
+            list: None,
         };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);

@@ -1,6 +1,6 @@
 //! The weights of a stack as a step brings them, in 32 bits.
 
-use shardcheck_engine::{Attention, Configuration, EngineError, LayerKind, StackPlan, Tensor, Tensors};
+use shardcheck_engine::{Attention, Configuration, EngineError, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::mixture::MixtureWeights;
@@ -100,7 +100,7 @@ impl Weights {
             let text = format!("the pattern of the plan is not one of {} layers", plan.layers);
             return Err(EngineError::Crash { text });
         }
-        let recurrent = plan.layers_of(LayerKind::Recurrent).len();
+        let recurrent = plan.recurrences().len();
         let sizes = Sizes {
             hidden,
             vocabulary,

@@ -2,17 +2,19 @@
 //! recycled slot, padding.
 
 use shardcheck_engine::{
-    ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, Renormalise, Router, Scoring, StackExperts,
-    StackPlan, StreamLayout, Tensor, Tensors,
+    ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, Renormalise, Router, Scoring, SlotList,
+    StackExperts, StackPlan, StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
 use super::Battery;
 use crate::scene::{Scene, step, uniform};
 
-const PATTERN: &str = "mkkmk";
-const LAYERS: usize = 5;
-const LATENT_LAYERS: usize = 2;
+const PATTERN: &str = "mkkskrsr";
+const LAYERS: usize = 8;
+const LATENT_LAYERS: usize = 5;
+const SELECTIONS: usize = 2;
+const SELECTED: usize = 3;
 const RECURRENT: usize = 3;
 const HIDDEN: usize = 12;
 const INNER: usize = 7;
@@ -92,6 +94,7 @@ fn plan(stream: StreamLayout, latent: bool) -> StackPlan {
         }),
         pattern: Some(PATTERN.parse().unwrap()),
         recurrent: Some(KdaPlan { gate: KdaGate::Softplus, slots: 3, drafts: 2, chunk: 2 }),
+        list: Some(SlotList::Packed),
     }
 }
 
@@ -133,6 +136,7 @@ fn inputs(number: usize, requests: &[Request; 2], padding: usize, latent: bool) 
         .with("seq_lens", column(0))
         .with("query_start_loc", Tensor::from_i32(&[3], &starts))
         .with("block_table", Tensor::from_i32(&[2, 3], &[5, 9, 9999, 2, 40, 9999]))
+        .with("selected", selected(requests, padding))
         .with("read_slots", column(2))
         .with("accepted", column(3))
         .with("write_slots", column(4))
@@ -172,6 +176,28 @@ fn table() -> Tensor {
     };
     let entries: Vec<i32> = (0..HASHED * VOCABULARY * TOP_K).map(entry).collect();
     Tensor::from_i32(&[HASHED, VOCABULARY, TOP_K], &entries)
+}
+
+/// Tokens of each row in both layers that have some named: other ones in the second.
+fn selected(requests: &[Request; 2], padding: usize) -> Tensor {
+    let mut all = Vec::new();
+    for layer in 0..SELECTIONS as i32 {
+        for [length, rows, ..] in requests {
+            for row in 0..*rows {
+                let seen = length - rows + row + 1;
+                let entry = |place: i32| {
+                    if place < seen {
+                        (seen - 1 + (1 - 2 * layer) * place + layer).rem_euclid(seen)
+                    } else {
+                        -1
+                    }
+                };
+                all.extend((0..SELECTED as i32).map(entry));
+            }
+        }
+        all.extend(vec![-1; padding * SELECTED]);
+    }
+    Tensor::from_i32(&[SELECTIONS, all.len() / SELECTIONS / SELECTED, SELECTED], &all)
 }
 
 fn recurrent(tensors: Tensors) -> Tensors {

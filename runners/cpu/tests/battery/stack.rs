@@ -68,6 +68,7 @@ impl Battery<'_> {
                     experts: Some(MIXED),
                     pattern: None,
                     recurrent: None,
+                    list: None,
                 };
                 let operation = Operation::Forward { plan };
                 let reply = step(session.as_mut(), &operation, &mut inputs(number, requests, *padding));

@@ -69,6 +69,7 @@ fn an_operation_survives_a_json_round_trip() {
                 experts: None,
                 pattern: None,
                 recurrent: None,
+                list: None,
             },
         },
     ] {

@@ -10,20 +10,31 @@ use serde::{Deserialize, Serialize};
 pub enum LayerKind {
     /// Latent attention over a KV cache, which decode context parallelism shards by token.
     Latent,
+    /// The same over the tokens that the step names for each row, in this layer.
+    Selecting,
+    /// The same over the tokens of the last layer before it that had some named.
+    Sharing,
     /// Kimi delta attention behind a state of each request, which is sharded by head alone.
     Recurrent,
 }
 
 impl LayerKind {
     /// All kinds, in a stable order.
-    pub const ALL: [Self; 2] = [Self::Latent, Self::Recurrent];
+    pub const ALL: [Self; 4] = [Self::Latent, Self::Selecting, Self::Sharing, Self::Recurrent];
 
     /// Letter of a pattern.
     pub fn letter(self) -> char {
         match self {
             Self::Latent => 'm',
+            Self::Selecting => 's',
+            Self::Sharing => 'r',
             Self::Recurrent => 'k',
         }
+    }
+
+    /// Whether it attends over a KV cache.
+    pub fn attends(self) -> bool {
+        self != Self::Recurrent
     }
 }
 
