@@ -38,7 +38,11 @@ fn every_fault_of_stacks_fails_every_property_that_it_names_on_the_gate() {
         for fault in faults() {
             let failed = seen.entry(fault.name).or_default();
             if !done(failed, fault.killed_by) {
-                failed.extend(findings(&CpuEngine::with_fault(fault), &case, &material).0.into_keys());
+                let seen = findings(&CpuEngine::with_fault(fault), &case, &material).0;
+                // where the engine ended, every property fails and none has seen the fault
+                if !seen.contains_key("inputs.unchanged") {
+                    failed.extend(seen.into_keys());
+                }
             }
         }
     }

@@ -7,11 +7,11 @@ use crate::stack::Part;
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
         name: "stack-recurrent-layers-share-their-states",
-        title: "all recurrent layers go on from the states of the first one, and leave theirs there",
+        title: "all recurrent layers go on from the states that the one before left, the first from those of the last: there is one state for all",
         class: FaultClass::StaleMetadata,
         bugs: &[],
         killed_by: &["stack.state", "stack.kda", "stack.window"],
-        apply: |p| p.stack.recurrent.states = [|_| 0; 2],
+        apply: |p| p.stack.recurrent.states = |number, layers| (number + layers - 1) % layers,
     },
     Fault {
         name: "stack-recurrent-layer-reads-the-states-before",
@@ -19,7 +19,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::StaleMetadata,
         bugs: &[],
         killed_by: &["stack.state", "stack.kda"],
-        apply: |p| p.stack.recurrent.states = [|number| number.saturating_sub(1), |number| number],
+        apply: |p| p.stack.recurrent.states = |number, _| number.saturating_sub(1),
     },
     Fault {
         name: "stack-rejected-rows-stay-in-states",

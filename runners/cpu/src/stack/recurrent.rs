@@ -18,8 +18,8 @@ use crate::policies::TableUse;
 pub struct RecurrentPolicies {
     /// How a recurrent layer works, given its number and how any of them does.
     pub kda: fn(usize, KdaPolicies) -> KdaPolicies,
-    /// Recurrent layer whose states a layer goes on from, and the one whose states it leaves: by its number.
-    pub states: [fn(usize) -> usize; 2],
+    /// Recurrent layer whose states, as they are now, a layer goes on from: `(its number, recurrent layers)`.
+    pub states: fn(usize, usize) -> usize,
     /// Whether a request leaves its states in the slot that it reads too: `(read slot, write slot)`.
     pub shares: fn(i64, i64) -> bool,
     /// Recurrent layer whose weights a layer uses: by its number.
@@ -38,7 +38,7 @@ impl RecurrentPolicies {
     /// As published.
     pub const HEALTHY: Self = Self {
         kda: |_, policies| policies,
-        states: [|number| number; 2],
+        states: |number, _| number,
         shares: |_, _| false,
         weights: |number| number,
         reads_stream: false,
@@ -197,8 +197,8 @@ impl Step<'_> {
         })?;
         let inputs = self.recurrent_inputs(&projected, weights)?;
         let configuration = self.scene.configuration;
-        let [source, target] = policies.states.map(|of| of(number));
-        let mut states = memory.states[source].clone();
+        let source = (policies.states)(number, self.weights.recurrent.len());
+        let mut states = memory.states[number].with_states_of(&memory.states[source]);
         let kda = (policies.kda)(number, self.scene.policies.kda);
         let reply = states.step(&inputs, plan, (configuration.tp, configuration.dcp), &kda)?;
         let slots = |name: &str| -> Result<Vec<i64>, EngineError> { Ok(inputs.get(name)?.to_i64()) };
@@ -207,7 +207,7 @@ impl Step<'_> {
                 states.copy(write as usize, read as usize);
             }
         }
-        memory.states[target] = states;
+        memory.states[number] = states;
         self.write_rows(layer - number, &projected, memory)?;
         let outputs = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(reply.outputs.get(name)?.to_f32()) };
         let (out, state, window) = (outputs("out")?, outputs("state")?, outputs("window")?);
