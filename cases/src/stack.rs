@@ -210,7 +210,7 @@ impl StackCase {
 impl Case {
     /// A case of a stack of the current schema version.
     pub fn stack(body: StackCase, seed: u64) -> Self {
-        Self::of(Family::Stack, Body::Stack(body), seed)
+        Self::of(Family::Stack, Body::Stack(Box::new(body)), seed)
     }
 }
 
@@ -233,7 +233,8 @@ mod tests {
                 stream: StreamLayout::Sharded,
                 experts: None,
                 pattern: None,
-                recurrent: None
+                recurrent: None,
+                list: None
             }
         );
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);

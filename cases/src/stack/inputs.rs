@@ -165,7 +165,7 @@ mod tests {
     fn case() -> StackCase {
         let id = "stack/l2.h24.i20.v37.whole/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
         match id.parse::<Case>().unwrap().body {
-            Body::Stack(body) => body,
+            Body::Stack(body) => *body,
             _ => panic!("another body"),
         }
     }

@@ -149,7 +149,6 @@ impl StackCase {
 mod tests {
     use std::collections::BTreeSet;
 
-    use super::*;
     use crate::{Body, Case, generate_stack};
 
     const ID: &str = "stack/l4.h24.i20.v37.whole.e6.k2.d1.y2.j7.z10.biased/tiny-mla/tp2.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/mixtures/v0+5_d0/7";

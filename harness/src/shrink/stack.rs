@@ -9,11 +9,12 @@ use super::size::Size;
 /// Stacks one step away.
 pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     let mut found = Vec::new();
-    let mut add = |changed: StackCase| found.push(Case { body: Body::Stack(changed), ..whole.clone() });
+    let mut add =
+        |changed: StackCase| found.push(Case { body: Body::Stack(Box::new(changed)), ..whole.clone() });
     for layers in
         [1, case.layers / 2, case.layers - 1].into_iter().filter(|fewer| (1..case.layers).contains(fewer))
     {
-        let pattern = case.pattern.map(|pattern| pattern.first(layers));
+        let pattern = case.pattern.and_then(|pattern| pattern.first(layers));
         let is_recurrent = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Recurrent));
         let recurrence = case.recurrence.filter(|_| is_recurrent);
         let selects = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Selecting));

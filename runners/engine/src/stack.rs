@@ -73,8 +73,7 @@ impl StackPlan {
 
     /// What a layer is.
     pub fn kind(&self, layer: usize) -> LayerKind {
-        let known = self.pattern.as_ref().and_then(|pattern| pattern.kinds().get(layer));
-        known.copied().unwrap_or(LayerKind::Latent)
+        self.pattern.and_then(|pattern| pattern.kind(layer)).unwrap_or(LayerKind::Latent)
     }
 
     /// Layers A that attend over a KV cache, in order.

@@ -243,7 +243,7 @@ impl Step<'_> {
         let (keys, values) = (heads / ranks * key_dim, value_heads / ranks * value_dim);
         let (decays, shares) = (value_heads / ranks * key_dim, value_heads / ranks);
         let batch = self.scene.batch;
-        let mut starts: Vec<i32> = batch.starts.iter().map(|start| *start as i32).collect();
+        let mut starts: Vec<i32> = batch.starts.clone();
         let real = starts.last().map_or(0, |rows| *rows as usize);
         let rows = (self.scene.policies.stack.recurrent.rows)(real, self.rows.tokens.len());
         if let Some(last) = starts.last_mut() {

@@ -46,7 +46,7 @@ pub enum FeedForward {
     /// An MLP.
     Mlp(Mlp),
     /// Experts.
-    Experts(MixtureWeights),
+    Experts(Box<MixtureWeights>),
 }
 
 /// Weights of all layers and of what stands around them.
@@ -181,6 +181,8 @@ fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Ve
             FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
         }));
     }
-    found.extend(MixtureWeights::read(inputs, plan, hidden)?.into_iter().map(FeedForward::Experts));
+    found.extend(
+        MixtureWeights::read(inputs, plan, hidden)?.into_iter().map(Box::new).map(FeedForward::Experts),
+    );
     Ok(found)
 }

@@ -36,6 +36,9 @@ const MIXED: StackExperts = StackExperts {
         renormalise: Renormalise::Sum,
         scale: 1.0,
     },
+    hashed: 0,
+    latent: false,
+    shared: false,
 };
 const MIXTURES: usize = LAYERS - MIXED.dense;
 

@@ -42,8 +42,9 @@ impl LayerKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub struct LayerPattern {
-    kinds: [LayerKind; Self::MOST],
-    count: usize,
+    /// Place of each layer's kind among all kinds, two bits each.
+    places: [u64; 2],
+    count: u8,
 }
 
 impl LayerPattern {
@@ -51,13 +52,19 @@ impl LayerPattern {
     pub const MOST: usize = 64;
 
     /// Kinds of layers, in order.
-    pub fn kinds(&self) -> &[LayerKind] {
-        &self.kinds[..self.count]
+    pub fn kinds(&self) -> Vec<LayerKind> {
+        (0..usize::from(self.count)).filter_map(|layer| self.kind(layer)).collect()
     }
 
-    /// The first layers alone.
-    pub fn first(&self, layers: usize) -> Self {
-        Self { count: layers.min(self.count), ..*self }
+    /// Kind of a layer.
+    pub fn kind(&self, layer: usize) -> Option<LayerKind> {
+        let place = self.places.get(layer / 32)? >> (2 * (layer % 32)) & 3;
+        (layer < usize::from(self.count)).then(|| LayerKind::ALL[place as usize])
+    }
+
+    /// The first layers alone; all of them where there are not so many.
+    pub fn first(&self, layers: usize) -> Option<Self> {
+        self.to_string().get(..layers.min(usize::from(self.count)))?.parse().ok()
     }
 }
 
@@ -69,15 +76,16 @@ impl FromStr for LayerPattern {
         if !(1..=Self::MOST).contains(&count) {
             return Err(format!("{count} layers in the pattern {text:?}; there may be 1 to {}", Self::MOST));
         }
-        let mut kinds = [LayerKind::Latent; Self::MOST];
-        for (kind, letter) in kinds.iter_mut().zip(text.chars()) {
-            let known = LayerKind::ALL.into_iter().find(|known| known.letter() == letter);
-            *kind = known.ok_or_else(|| {
+        let mut places = [0; 2];
+        for (layer, letter) in text.chars().enumerate() {
+            let known = LayerKind::ALL.into_iter().position(|known| known.letter() == letter);
+            let place = known.ok_or_else(|| {
                 let letters = LayerKind::ALL.map(|kind| kind.letter().to_string()).join(", ");
                 format!("unknown kind of layer {letter:?} in {text:?}; known are {letters}")
             })?;
+            places[layer / 32] |= (place as u64) << (2 * (layer % 32));
         }
-        Ok(Self { kinds, count })
+        Ok(Self { places, count: count as u8 })
     }
 }
 
@@ -112,7 +120,10 @@ mod tests {
         assert_eq!(pattern.kinds()[2..4], [LayerKind::Recurrent, LayerKind::Latent]);
         assert_eq!(serde_json::to_value(pattern).unwrap(), "kkkmm");
         assert_eq!(serde_json::from_value::<LayerPattern>("kkkmm".into()).unwrap(), pattern);
-        assert_eq!(pattern.first(2).to_string(), "kk");
+        assert_eq!(pattern.first(2).unwrap().to_string(), "kk");
+        assert_eq!((pattern.kind(4), pattern.kind(5)), (Some(LayerKind::Latent), None));
+        let long = "msrk".repeat(16);
+        assert_eq!(long.parse::<LayerPattern>().unwrap().to_string(), long);
         for wrong in ["", "kx", &"m".repeat(65)] {
             assert!(wrong.parse::<LayerPattern>().is_err(), "{wrong}");
         }
