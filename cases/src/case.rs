@@ -372,7 +372,7 @@ pub enum Body {
     /// Steps of one session.
     Sequence(SequenceCase),
     /// Steps of a session through all layers of a transformer.
-    Stack(StackCase),
+    Stack(Box<StackCase>),
     /// Configuration rules.
     Rules(RuleCase),
 }

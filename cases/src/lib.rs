@@ -46,6 +46,9 @@ pub use sequence::{
     generate_sequence, peak_blocks, turns,
 };
 pub use sparse::{IndexPattern, SelectCase};
-pub use stack::{StackCase, StackInputs, StackMixture, StackTurn, StackWiring, generate_stack};
+pub use stack::{
+    StackCase, StackInputs, StackMixture, StackRecurrence, StackSelection, StackTurn, StackWiring, StateTurn,
+    generate_stack, state_turns,
+};
 pub use suites::{SuiteName, suite};
 pub use workload::{Placement, Request, Workload};

@@ -1,16 +1,21 @@
 //! Cases of a whole transformer: a session whose steps run through all its layers.
 
 mod inputs;
+mod mixture;
+mod recurrence;
 mod script;
+mod selection;
+mod slots;
 mod wired;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{
-    Attention, Configuration, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring,
-    StackExperts, StackPlan, StreamLayout,
-};
+use shardcheck_engine::{Attention, Configuration, LayerPattern, Operation, StackPlan, StreamLayout};
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
+pub use mixture::StackMixture;
+pub use recurrence::StackRecurrence;
+pub use selection::StackSelection;
+pub use slots::{StateTurn, state_turns};
 
 use crate::check::elements;
 use crate::id::Tokens;
@@ -25,18 +30,6 @@ const MAX_STACK_WIDTH: usize = 1 << 12;
 /// Most elements of the weights, and of what all ranks show of all steps.
 const MAX_STACK_ELEMENTS: usize = 1 << 24;
 
-/// Layers of a stack that have experts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct StackMixture {
-    /// Experts E of a layer, each as wide as an MLP.
-    pub experts: usize,
-    /// Experts k of a row.
-    pub top_k: usize,
-    /// Layers, the first ones, that have an MLP.
-    pub dense: usize,
-}
-
 /// Weights that are not drawn but laid out, so that what a whole run must give is known: attention of each layer finds one token, and the
 /// token behind a row is the one that stood behind the same token before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -46,6 +39,25 @@ pub struct StackWiring {
     pub drafts: usize,
     /// Steps behind those of the session in which every request's drafts are verified and new ones made.
     pub rounds: usize,
+}
+
+impl StackWiring {
+    fn spell(self) -> String {
+        match self.drafts {
+            0 => ".wired".to_owned(),
+            drafts => format!(".wired.m{drafts}.r{}", self.rounds),
+        }
+    }
+
+    fn read(tokens: &mut Tokens) -> Result<Option<Self>, String> {
+        if !tokens.take_flag("wired") {
+            return Ok(None);
+        }
+        Ok(Some(match tokens.take_number("m") {
+            None => Self { drafts: 0, rounds: 0 },
+            Some(drafts) => Self { drafts, rounds: tokens.need_number("r")? },
+        }))
+    }
 }
 
 /// A transformer, and the session that runs it.
@@ -65,6 +77,15 @@ pub struct StackCase {
     /// Layers that have experts in place of an MLP; absent: none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub mixture: Option<StackMixture>,
+    /// What each layer is; absent: all have latent attention.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pattern: Option<LayerPattern>,
+    /// Sizes of the recurrent ones; absent: there is none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub recurrence: Option<StackRecurrence>,
+    /// How many tokens rows attend to in layers that have some named, and how these are listed; absent: no layer has some.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub selection: Option<StackSelection>,
     /// How weights and tokens are laid out; absent: they are drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wiring: Option<StackWiring>,
@@ -75,18 +96,15 @@ pub struct StackCase {
 impl StackCase {
     /// What the steps ask for.
     pub fn plan(&self) -> StackPlan {
-        let router = |top_k: usize| Router {
-            scoring: Scoring::Sigmoid,
-            choice: ExpertChoice::Scores,
-            top_k,
-            groups: 1,
-            top_groups: 1,
-            fill: MaskedFill::NegativeInfinity,
-            renormalise: Renormalise::Sum,
-            scale: 1.0,
-        };
-        let experts = self.mixture.map(|own| StackExperts { dense: own.dense, router: router(own.top_k) });
-        StackPlan { layers: self.layers, stream: self.stream, experts, drafts: self.drafts() }
+        StackPlan {
+            layers: self.layers,
+            stream: self.stream,
+            experts: self.mixture.map(|own| own.plan()),
+            pattern: self.pattern,
+            recurrent: self.recurrent_plan(),
+            list: self.selection.map(|own| own.list),
+            drafts: self.drafts(),
+        }
     }
 
     /// Drafts of a request in each step; 0 without a draft head.
@@ -120,8 +138,8 @@ impl StackCase {
 
     /// Shape of each weight, without the rotary table, by name.
     pub fn weight_shapes(&self) -> Vec<(&'static str, Vec<usize>)> {
-        let Self { layers, hidden, inner, vocabulary, .. } = *self;
-        let configuration = self.configuration();
+        let Self { hidden, inner, vocabulary, .. } = *self;
+        let (configuration, layers) = (self.configuration(), self.plan().attending().len());
         let (heads, attention) = (configuration.total_heads(), configuration.attention);
         let (key_dim, latent, up_dim) = (attention.qk_dim(), attention.value_dim(), attention.v_head_dim());
         let (head, mixtures) = (self.plan().heads_of_drafts(), self.plan().mixtures());
@@ -140,12 +158,14 @@ impl StackCase {
         if head > 0 {
             shapes.push(("w_draft", vec![hidden, 2 * hidden]));
         }
-        if let Some(StackMixture { experts, .. }) = self.mixture {
+        if let Some(StackMixture { experts, latent, .. }) = self.mixture {
+            // what experts read, and write
+            let width = if latent > 0 { latent } else { hidden };
             shapes.extend([
                 ("w_router", vec![mixtures, experts, hidden]),
-                ("expert_gate", vec![mixtures, experts, inner, hidden]),
-                ("expert_up", vec![mixtures, experts, inner, hidden]),
-                ("expert_down", vec![mixtures, experts, hidden, inner]),
+                ("expert_gate", vec![mixtures, experts, inner, width]),
+                ("expert_up", vec![mixtures, experts, inner, width]),
+                ("expert_down", vec![mixtures, experts, width, inner]),
             ]);
         }
         shapes
@@ -164,15 +184,11 @@ impl StackCase {
                 return fail(format!("{name} is {value}; it must be between 1 and {most}"));
             }
         }
-        if let Some(StackMixture { experts, top_k, dense }) = self.mixture
-            && (experts > MAX_STACK_WIDTH || !(1..=experts).contains(&top_k) || dense >= self.layers)
-        {
-            return fail(format!(
-                "{top_k} of {experts} experts behind {dense} of {} layers: there must be as many, and a layer for them",
-                self.layers
-            ));
+        if let Some(own) = self.mixture {
+            own.check(self.layers)?;
         }
         self.session.check()?;
+        self.check_pattern()?;
         let configuration = self.configuration();
         if !configuration.attention.is_mla() || !self.rotary().is_multiple_of(2) {
             return fail(
@@ -203,46 +219,35 @@ impl StackCase {
         let row = self.plan().places() * self.hidden * 3
             + self.layers * configuration.total_heads() * configuration.attention.qk_dim()
             + self.vocabulary;
-        let shown = elements(&[rows, row, configuration.tp]);
+        let requests = turns.iter().map(|turn| turn.requests.len()).sum();
+        let shown =
+            elements(&[rows, row, configuration.tp]).saturating_add(self.recurrent_elements(rows, requests));
         if weights > MAX_STACK_ELEMENTS || shown > MAX_STACK_ELEMENTS {
             return fail(format!("more than {MAX_STACK_ELEMENTS} elements of weights, or of what is shown"));
         }
         Ok(())
     }
 
-    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer;
+    /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
     /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
-        let mixture = self
-            .mixture
-            .map_or(String::new(), |own| format!(".e{}.k{}.d{}", own.experts, own.top_k, own.dense));
-        let wiring = match self.wiring {
-            None => String::new(),
-            Some(StackWiring { drafts: 0, .. }) => ".wired".to_owned(),
-            Some(StackWiring { drafts, rounds }) => format!(".wired.m{drafts}.r{rounds}"),
-        };
-        format!("l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{wiring}")
+        let mixture = self.mixture.map_or(String::new(), |own| own.spell());
+        let pattern = self.pattern.map_or(String::new(), |pattern| format!(".{pattern}"));
+        let recurrence = self.recurrence.map_or(String::new(), |own| own.spell());
+        let selection = self.selection.map_or(String::new(), |own| own.spell());
+        let wiring = self.wiring.map_or(String::new(), |own| own.spell());
+        format!(
+            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}"
+        )
     }
 
     /// Reads what [`Self::spell`] wrote.
     pub(crate) fn read(stack: &str, session: SequenceCase) -> Result<Self, String> {
         let mut tokens = Tokens::split(stack);
-        let mixture = match tokens.take_number("e") {
-            None => None,
-            Some(experts) => Some(StackMixture {
-                experts,
-                top_k: tokens.need_number("k")?,
-                dense: tokens.need_number("d")?,
-            }),
-        };
-        let wiring = match tokens.take_flag("wired") {
-            false => None,
-            true => Some(match tokens.take_number("m") {
-                None => StackWiring { drafts: 0, rounds: 0 },
-                Some(drafts) => StackWiring { drafts, rounds: tokens.need_number("r")? },
-            }),
-        };
+        let mixture = StackMixture::read(&mut tokens)?;
+        let (pattern, recurrence, selection) = recurrence::read_pattern(&mut tokens)?;
+        let wiring = StackWiring::read(&mut tokens)?;
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -250,6 +255,9 @@ impl StackCase {
             vocabulary: tokens.need_number("v")?,
             stream: tokens.need("layout of the stream", &StreamLayout::ALL, StreamLayout::name)?,
             mixture,
+            pattern,
+            recurrence,
+            selection,
             wiring,
             session,
         };
@@ -261,7 +269,7 @@ impl StackCase {
 impl Case {
     /// A case of a stack of the current schema version.
     pub fn stack(body: StackCase, seed: u64) -> Self {
-        Self::of(Family::Stack, Body::Stack(body), seed)
+        Self::of(Family::Stack, Body::Stack(Box::new(body)), seed)
     }
 }
 
@@ -269,6 +277,7 @@ impl Case {
 mod tests {
     use super::*;
 
+    const HYBRID: &str = "sharded.kkkm.qh4.vh8.qd6.vd5.t4.c4.u3.softplus";
     const ID: &str = "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/drafts/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7";
 
     #[test]
@@ -278,12 +287,44 @@ mod tests {
         let Body::Stack(body) = &case.body else { panic!("another body") };
         assert_eq!(
             body.plan(),
-            StackPlan { layers: 2, stream: StreamLayout::Sharded, experts: None, drafts: 0 }
+            StackPlan {
+                layers: 2,
+                stream: StreamLayout::Sharded,
+                experts: None,
+                pattern: None,
+                recurrent: None,
+                list: None,
+                drafts: 0
+            }
         );
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);
         let case = Case::read_back(&id);
         let Body::Stack(body) = &case.body else { panic!("another body") };
         assert_eq!((body.plan().dense(), body.plan().mixtures()), (1, 1));
+        let id = ID.replacen("sharded", HYBRID, 1).replacen("l2", "l4", 1);
+        let case = Case::read_back(&id);
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        assert_eq!(body.plan().recurrences(), [0, 1, 2]);
+        assert_eq!(body.plan().recurrent.unwrap().slots, 2);
+    }
+
+    #[test]
+    fn recurrent_layers_that_can_not_be_are_refused_with_the_reason() {
+        for (from, to, reason) in [
+            ("kkkm", "kkk", "a letter for each"),
+            ("kkkm", "kkkk", "and a layer that attends"),
+            ("kkkm", "mmmm", "unknown here"),
+            ("qh4", "qh3", "evenly"),
+            ("vh8", "vh6", "evenly"),
+            ("qd6.", "", "\"qd\" with a whole number is missing"),
+            ("t4", "t0", "t is 0"),
+            ("u3", "u2", "goes back 3 of 4 rows; at most 2"),
+            (".softplus", "", "the gate is missing"),
+        ] {
+            let id = ID.replacen("sharded", HYBRID, 1).replacen("l2", "l4", 1).replacen(from, to, 1);
+            let error = id.parse::<Case>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{from} {to}: {error}");
+        }
     }
 
     #[test]
@@ -298,6 +339,8 @@ mod tests {
             ("v37", "v0", "vocabulary is 0"),
             ("sharded", "sharded.e4.k5.d1", "5 of 4 experts"),
             ("sharded", "sharded.e4.k2.d2", "and a layer for them"),
+            ("sharded", "sharded.e4.k2.d1.y2", "2 of them by a table"),
+            ("sharded", "sharded.j4", "unknown here"),
             ("sharded", "sharded.e4.k2", "\"d\" with a whole number is missing"),
             ("dcp2", "dcp3", "does not divide"),
             ("hi_lo/", "hi_lo.lat/", "up-projections"),

@@ -93,6 +93,8 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         sequence::PROPERTIES,
         stack::PROPERTIES,
         stack::WHOLE,
+        stack::RECURRENT,
+        stack::LATENT,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -4,6 +4,8 @@
 //! a stage that is wrong does not make those behind it fail.
 
 mod keys;
+mod mixtures;
+mod states;
 mod whole;
 
 use std::collections::BTreeMap;
@@ -23,9 +25,10 @@ use crate::event::Coverage;
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Observed};
 use crate::material::AttentionMaterial;
-use crate::routing::Routing;
 
 pub use keys::KeyStore;
+pub use mixtures::MixtureRow;
+pub use states::{Played, Recurrence, StateStore};
 pub use whole::{Drafts, WholeRun};
 
 /// Material of one case of a stack.
@@ -36,6 +39,12 @@ pub struct StackMaterial {
     pub inputs: StackInputs,
     /// The published layout of the session's caches.
     pub layout: Layout,
+    /// Layers that attend over a cache, in order.
+    pub latent: Vec<usize>,
+    /// Recurrent layers, in order.
+    pub recurrent: Vec<usize>,
+    /// What these are.
+    pub recurrence: Option<Recurrence>,
     /// Weights by name, with the size of their first axis.
     weights: BTreeMap<String, (usize, Vec<f32>)>,
     contract: Contract,
@@ -51,6 +60,8 @@ pub struct Shown<'a> {
     pub rows: usize,
     /// Rows that are not padding.
     pub real_rows: usize,
+    /// Requests.
+    requests: usize,
 }
 
 impl StackMaterial {
@@ -66,8 +77,12 @@ impl StackMaterial {
         let layout = Layout::new(dcp, interleave, block_size).map_err(|error| error.to_string())?;
         let inputs = generate_stack(case, seed)?;
         let read = |(name, tensor): (&str, &Tensor)| (name.to_owned(), (tensor.shape()[0], tensor.to_f32()));
-        let weights = inputs.weights.iter().map(read).collect();
-        Ok(Self { case: case.clone(), inputs, layout, weights, contract, profile: profile.clone(), seed })
+        let weights: BTreeMap<String, (usize, Vec<f32>)> = inputs.weights.iter().map(read).collect();
+        let (latent, recurrent) = (case.plan().attending(), case.plan().recurrences());
+        let weight = |name: &str, number: usize| part(&weights, name, Some(number));
+        let recurrence = Recurrence::new(case, recurrent.len(), weight, profile)?;
+        let (case, profile) = (case.clone(), profile.clone());
+        Ok(Self { case, inputs, layout, latent, recurrent, recurrence, weights, contract, profile, seed })
     }
 
     /// That of another case for the same engine.
@@ -147,10 +162,17 @@ impl StackMaterial {
 
     /// A weight, or that of one of equal parts of its first axis.
     pub fn weight(&self, name: &str, part: Option<usize>) -> &[f32] {
-        let Some((parts, values)) = self.weights.get(name) else { return &[] };
-        let Some(part) = part else { return values };
-        let size = values.len() / (*parts).max(1);
-        &values[part * size..(part + 1) * size]
+        self::part(&self.weights, name, part)
+    }
+
+    /// Products of weights `[outputs, h]` and a row.
+    pub fn project(&self, weights: &[f32], x: &[f32]) -> Vec<Near> {
+        stack::project(weights, x, &self.contract)
+    }
+
+    /// Products that may be stored in the contract's partial format before they are 32 bits wide.
+    pub fn wide(&self, weights: &[f32], x: &[f32]) -> Vec<Near> {
+        stack::logits(weights, x, &self.contract)
     }
 
     /// Values of one stage before their last rounding, as they may be seen; anything where its inputs were no numbers, since the stage
@@ -197,43 +219,6 @@ impl StackMaterial {
         near.into_iter().map(number).collect()
     }
 
-    /// The oracle of the router of a step, given the logits of its rows, `[T, E]`; none where a logit is no number.
-    pub fn routing(&self, logits: &[f32]) -> Option<Routing> {
-        let (mixture, router) = (self.case.mixture?, self.case.plan().experts?.router);
-        if !logits.iter().all(|logit| logit.is_finite()) {
-            return None;
-        }
-        let shape = [logits.len() / mixture.experts, mixture.experts];
-        let inputs = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &shape, logits));
-        Some(Routing::new(&router, &inputs, self.contract.kexp))
-    }
-
-    /// What the experts of a row add to the stream, in a layer by its number among those that have some.
-    pub fn mixture_update(
-        &self,
-        mixture: usize,
-        routing: &Routing,
-        (row, experts): (usize, &[usize]),
-        normed: &[f32],
-    ) -> Vec<Near> {
-        let weights = routing.weights(row, experts);
-        let of = |name: &str, expert: usize| {
-            let all = self.weight(name, Some(mixture));
-            let size = self.case.hidden * self.case.inner;
-            &all[expert * size..(expert + 1) * size]
-        };
-        let terms: Vec<(f64, f64, Mlp<'_>)> = experts
-            .iter()
-            .enumerate()
-            .map(|(index, expert)| {
-                let gate = Some(of("expert_gate", *expert));
-                let mlp = Mlp { gate, up: of("expert_up", *expert), down: of("expert_down", *expert) };
-                (weights.value[index], weights.error[index], mlp)
-            })
-            .collect();
-        stack::mixture(&terms, normed, self.ranks(), &self.contract)
-    }
-
     /// Logits of a row.
     pub fn logits(&self, head: &[f32], normed: &[f32]) -> Vec<Allowed> {
         let near = stack::logits(head, normed, &self.contract);
@@ -262,6 +247,8 @@ impl StackMaterial {
         inputs.query = query;
         inputs.keys = keys;
         inputs.w_uv = Some(self.weight("w_uv", Some(layer)).to_vec());
+        let selection = self.case.plan().selection(self.latent[layer]);
+        inputs.selected = selection.map_or(Vec::new(), |number| turn.selected[number].clone());
         let case = turn.turn.case(&self.inputs.session);
         let material =
             AttentionMaterial::over(turn.turn.kind.family(), case, self.seed, &self.profile, inputs)
@@ -270,8 +257,16 @@ impl StackMaterial {
     }
 }
 
+/// A weight by its name, or that of one of equal parts of its first axis.
+fn part<'w>(weights: &'w BTreeMap<String, (usize, Vec<f32>)>, name: &str, part: Option<usize>) -> &'w [f32] {
+    let Some((parts, values)) = weights.get(name) else { return &[] };
+    let Some(part) = part else { return values };
+    let size = values.len() / (*parts).max(1);
+    &values[part * size..(part + 1) * size]
+}
+
 /// A value of 32 bits within its bound; anything where its inputs were no numbers.
-fn number(near: Near) -> Allowed {
+pub fn number(near: Near) -> Allowed {
     match near.value.is_finite() && near.error.is_finite() {
         true => Allowed::near(near.value, near.error),
         false => Allowed::Undefined,
@@ -294,7 +289,8 @@ impl<'a> Shown<'a> {
     /// What was seen of a run.
     pub fn of(material: &'a StackMaterial, turn: &StackTurn, observed: &'a Observed) -> Self {
         let real_rows = turn.turn.new_tokens.iter().sum();
-        Self { material, observed, rows: real_rows + turn.turn.padded_rows, real_rows }
+        let requests = turn.turn.requests.len();
+        Self { material, observed, rows: real_rows + turn.turn.padded_rows, real_rows, requests }
     }
 
     /// Rows of the stream on a rank.
@@ -328,15 +324,33 @@ impl<'a> Shown<'a> {
             "hidden" => vec![plan.places(), self.stream_rows(), case.hidden],
             "normed" => vec![plan.places(), self.rows, case.hidden],
             "update" => vec![2 * case.layers, self.stream_rows(), case.hidden],
-            "query" => vec![case.layers, self.rows, heads, attention.qk_dim()],
-            "key" => vec![case.layers, self.rows, attention.qk_dim()],
-            "attention" => vec![case.layers, self.rows, heads, attention.v_head_dim()],
+            "query" => vec![self.material.latent.len(), self.rows, heads, attention.qk_dim()],
+            "key" => vec![self.material.latent.len(), self.rows, attention.qk_dim()],
+            "attention" => vec![self.material.latent.len(), self.rows, heads, attention.v_head_dim()],
             "tokens" => vec![self.rows],
+            name if name.starts_with("latent") => {
+                vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.latent)]
+            }
+            name if name.starts_with("kda_") => self.recurrent_shape(name),
             "router_logits" => {
                 vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.experts)]
             }
             "topk_ids" => vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.top_k)],
             _ => vec![self.rows, case.vocabulary],
+        }
+    }
+
+    /// Shape of what recurrent layers show behind the axis of ranks.
+    fn recurrent_shape(&self, name: &str) -> Vec<usize> {
+        let Some(own) = self.material.recurrence.as_ref().map(|own| own.sizes) else { return Vec::new() };
+        let (layers, ranks) = (self.material.recurrent.len(), self.material.ranks());
+        let (heads, channels) = (own.value_heads / ranks, own.channels() / ranks);
+        match name {
+            "kda_channels" => vec![layers, self.rows, channels],
+            "kda_gates" => vec![layers, self.rows, heads * (own.key_dim + 1 + own.value_dim)],
+            "kda_out" => vec![layers, self.rows, heads, own.value_dim],
+            "kda_state" => vec![layers, self.requests, heads, own.key_dim, own.value_dim],
+            _ => vec![layers, self.requests, channels, own.taps - 1],
         }
     }
 
@@ -350,7 +364,14 @@ impl<'a> Shown<'a> {
         let tensor: &Tensor = match name {
             "logits" => self.observed.output(name, Dtype::F32, &shape)?,
             "tokens" => self.observed.output(name, Dtype::I32, &shape)?,
-            "router_logits" => self.observed.observable(name, Dtype::F32, &shape)?,
+            "router_logits" | "kda_gates" | "kda_state" => {
+                self.observed.observable(name, Dtype::F32, &shape)?
+            }
+            "kda_window" => self.observed.observable(name, Dtype::Bf16, &shape)?,
+            "kda_out" => {
+                let of_kda = self.material.recurrence.as_ref().map(|own| own.contract.output);
+                self.observed.observable(name, of_kda.unwrap_or(self.material.dtype()), &shape)?
+            }
             "topk_ids" => self.observed.observable(name, Dtype::I32, &shape)?,
             _ => self.observed.observable(name, self.material.dtype(), &shape)?,
         };

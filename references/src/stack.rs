@@ -3,6 +3,8 @@
 //! A stage gets what an engine showed of the one before it, so that its bound is that of one product, one norm or one sum, however many
 //! layers there are. Sums run in any order of the contract; results are before their last rounding.
 
+pub mod latent;
+
 use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::contract::Contract;
 
@@ -99,14 +101,18 @@ pub fn summed(weights: &[f32], x: &[f32], ranks: usize, contract: &Contract) -> 
 
 /// As [`summed`], of a row with errors.
 pub fn summed_of(weights: &[f32], x: &[Near], ranks: usize, contract: &Contract) -> Vec<Near> {
+    over_ranks(&product(weights, x, contract), ranks, contract)
+}
+
+/// The products of a matrix `[outputs, inputs]` as a term that ranks may share out.
+fn product(weights: &[f32], x: &[Near], contract: &Contract) -> Term {
     let projected = project_of(weights, x, contract);
     let sizes = weights.chunks_exact(x.len().max(1)).map(|row| reach(row, x));
-    let term = Term {
+    Term {
         out: projected.iter().map(|near| near.value).collect(),
         error: projected.iter().map(|near| near.error).collect(),
         reach: sizes.zip(&projected).map(|(size, near)| size + near.error).collect(),
-    };
-    over_ranks(&term, ranks, contract)
+    }
 }
 
 /// Sum over ranks of an MLP whose inner width is shared out over them.

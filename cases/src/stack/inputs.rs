@@ -4,7 +4,7 @@ use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, round_bf16};
 
 use super::script::Script;
-use super::{StackCase, THETA, wired};
+use super::{StackCase, StateTurn, THETA, state_turns, wired};
 use crate::{Inputs, SequenceCase, Turn};
 
 /// Streams of a case's seed.
@@ -41,6 +41,10 @@ pub struct StackTurn {
     pub drafted: Vec<i32>,
     /// Token behind the last row of each request where it is known already, or −1.
     pub next: Vec<i32>,
+    /// Slots of the recurrent layers, where there are some.
+    pub states: Option<StateTurn>,
+    /// Positions of the tokens of each row, padding included, in each layer that has some named.
+    pub selected: Vec<Vec<Vec<usize>>>,
 }
 
 /// Makes the inputs of a case. Equal arguments give equal inputs.
@@ -48,10 +52,21 @@ pub struct StackTurn {
 /// # Errors
 /// The first step of the session that can't be taken, and why.
 pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String> {
+    let mut states = match case.recurrence {
+        Some(own) => state_turns(&case.session, own.drafts)?.into_iter(),
+        None => Vec::new().into_iter(),
+    };
     let script = Script::of(case, seed)?;
     let of_turn = |(index, turn): (usize, Turn)| {
         let run = script.runs.get(index).cloned().unwrap_or_default();
-        StackTurn { inputs: turn.inputs(&script.session, seed), turn, drafted: run.drafted, next: run.next }
+        StackTurn {
+            inputs: turn.inputs(&script.session, seed),
+            states: states.next(),
+            selected: case.select(&turn, seed),
+            turn,
+            drafted: run.drafted,
+            next: run.next,
+        }
     };
     let turns: Vec<StackTurn> = script.turns(seed)?.into_iter().enumerate().map(of_turn).collect();
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
@@ -111,6 +126,8 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
         (0..places * case.hidden).map(|_| (1.0 + spread * counter.gaussian()) as f32).collect();
     tensors.insert("norm_weight", Tensor::from_f32(Dtype::F32, &[places, case.hidden], &norm));
     tensors.insert("rotary", rotary(case.rotary(), positions));
+    case.add_mixture_weights(seed, &mut tensors);
+    case.add_recurrent_weights(seed, &mut tensors);
     tensors
 }
 
@@ -152,6 +169,20 @@ impl StackInputs {
         for (name, tensor) in self.weights.iter() {
             tensors.insert(name, tensor.clone());
         }
+        if let Some(selected) = case.selected_tensor(&turn.selected) {
+            tensors.insert("selected", selected);
+        }
+        if let Some(states) = &turn.states {
+            let mut insert = |name: &str, values: Vec<i32>| {
+                tensors.insert(name, Tensor::from_i32(&[values.len()], &values));
+            };
+            insert(
+                "read_slots",
+                states.read.iter().map(|slot| slot.map_or(-1, |slot| slot as i32)).collect(),
+            );
+            insert("write_slots", states.write.iter().map(|slot| *slot as i32).collect());
+            insert("accepted", states.accepted.iter().map(|rows| *rows as i32).collect());
+        }
         tensors
     }
 }
@@ -165,7 +196,7 @@ mod tests {
     fn case() -> StackCase {
         let id = "stack/l2.h24.i20.v37.whole/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
         match id.parse::<Case>().unwrap().body {
-            Body::Stack(body) => body,
+            Body::Stack(body) => *body,
             _ => panic!("another body"),
         }
     }
@@ -176,19 +207,54 @@ mod tests {
         let inputs = generate_stack(&case, 3).unwrap();
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
-        let of_experts = ["w_router", "expert_gate", "expert_up", "expert_down"];
         let of_drafts = ["w_draft", "draft_counts", "next_tokens"];
         let given = given.filter(|tensor| !of_drafts.contains(&tensor.name));
+        let of_experts = [
+            "w_router",
+            "expert_gate",
+            "expert_up",
+            "expert_down",
+            "router_bias",
+            "hash_table",
+            "shared_gate",
+            "shared_up",
+            "shared_down",
+            "latent_down",
+            "latent_norm",
+            "latent_up",
+            "selected",
+        ];
+        let of_states = ["read_slots", "write_slots", "accepted"];
+        let is_recurrent = |name: &str| name.starts_with("kda_") || of_states.contains(&name);
+        let (recurrent, given): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
+            given.partition(|tensor| is_recurrent(tensor.name));
         let (absent, there): (Vec<&TensorSpec>, Vec<&TensorSpec>) =
-            given.clone().partition(|tensor| of_experts.contains(&tensor.name));
+            given.into_iter().partition(|tensor| of_experts.contains(&tensor.name));
         assert!(there.iter().all(|tensor| step.find(tensor.name).is_some()));
         assert_eq!(step.iter().count(), there.len());
-        let mixture = Some(StackMixture { experts: 5, top_k: 2, dense: 0 });
+        let mixture = Some(StackMixture {
+            experts: 5,
+            top_k: 2,
+            dense: 0,
+            hashed: 1,
+            shared: 3,
+            latent: 4,
+            biased: true,
+        });
         let mixed = StackCase { mixture, ..case.clone() };
         let inputs_mixed = generate_stack(&mixed, 3).unwrap();
         let mixed = inputs_mixed.tensors(&mixed, &inputs_mixed.turns[1]);
-        assert!(absent.iter().all(|tensor| mixed.find(tensor.name).is_some()));
+        let of_mixtures = || absent.iter().filter(|tensor| tensor.name != "selected");
+        assert!(of_mixtures().all(|tensor| mixed.find(tensor.name).is_some()));
         assert_eq!(mixed.get("w_gate").unwrap().shape(), [0, 20, 24]);
+        let hybrid = "stack/l3.h24.i20.v37.whole.kkm.qh2.vh4.qd6.vd5.t4.c4.u2.softplus/tiny-mla/tp2.dcp2.h1.s2.b4.bf16.a2a.hi_lo/drafts/v0+5,1+0_v0+3,1+2.pad2_r0-2_d0,1/7";
+        let Body::Stack(hybrid) = hybrid.parse::<Case>().unwrap().body else { panic!("another body") };
+        let inputs_hybrid = generate_stack(&hybrid, 3).unwrap();
+        let last = inputs_hybrid.tensors(&hybrid, &inputs_hybrid.turns[2]);
+        assert!(recurrent.iter().all(|tensor| last.find(tensor.name).is_some()));
+        assert_eq!(last.get("kda_value").unwrap().shape(), [2, 4, 5, 24]);
+        assert_eq!(last.get("w_key").unwrap().shape()[0], 1);
+        assert_eq!(last.get("accepted").unwrap().to_i64(), [1, 2]);
         assert_eq!(step.get("token_ids").unwrap().len(), 7);
         assert_eq!(step.get("token_ids").unwrap().to_i64()[5..], [36, 36]);
         assert_eq!(step.get("seq_lens").unwrap().to_i64(), [8, 2]);

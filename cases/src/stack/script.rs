@@ -258,7 +258,7 @@ mod tests {
             "stack/l2.h40.i9.v8.whole.{stack}/tiny-mla/mla24+8v12.tp2.dcp2.h1.s1.b2.n40.bf16.ag_rs/drafts/{steps}/7"
         );
         match id.parse::<Case>().unwrap().body {
-            Body::Stack(body) => body,
+            Body::Stack(body) => *body,
             _ => panic!("another body"),
         }
     }

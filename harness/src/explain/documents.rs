@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 12] = [
+const CASES: [(&str, &str); 13] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -49,6 +49,10 @@ const CASES: [(&str, &str); 12] = [
         "steps through all layers of a transformer",
         "stack/l2.h24.i20.v37.sharded/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/rejected/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7",
     ),
+    (
+        "the same with recurrent layers, latent experts and a shared one",
+        "stack/l4.h24.i20.v37.whole.e6.k2.d1.j7.z10.biased.kkkm.qh2.vh4.qd6.vd5.t4.c4.u3.softplus/tiny-mla/tp2.dcp2.h1.s1.b4.n9.bf16.ag_rs/hybrid/v0+9,1+3_v0+4,1+2.pad2_r0-3_d0,1/7",
+    ),
     ("acceptance of drafted tokens", "acceptance/block.r2.v37.onehot/3_0_5-2x4/gaussian/7"),
     (
         "selection of tokens",
@@ -74,7 +78,8 @@ pub fn operations() -> String {
          in kda P = tp ranks, H query and key heads of all ranks and HV value heads, K and V their widths, taps of the convolution, C channels\n\
          of a rank: H / P·K of queries, as many of keys, HV / P·V of values;\n\
          in forward L layers, V tokens of the vocabulary, h width of the stream and I of an MLP, P rotary width, Vo width of a head behind\n\
-         the up-projection, R rows of the stream on a rank.\n",
+         the up-projection, R rows of the stream on a rank, A layers that attend and N recurrent ones with H heads and HV value heads of widths K\n\
+         and V, D layers with an MLP and X with E experts, k of a row, z width of latent ones and J of the shared one.\n",
     );
     for kind in OperationKind::ALL {
         let rows = kind.tensors().iter().map(|t| [t.name, provenance(t.provenance), t.shape, t.meaning]);

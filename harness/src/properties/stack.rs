@@ -1,6 +1,7 @@
 //! Laws of a whole transformer, stage by stage: each of what the engine itself showed of the stage before.
 
 mod mixture;
+mod recurrent;
 mod whole;
 
 use shardcheck_cases::{Body, Case, Family, StackTurn};
@@ -16,6 +17,9 @@ pub(super) use whole::PROPERTIES as WHOLE;
 
 const STACK: &[Family] = &[Family::Stack];
 const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
+
+pub(super) use mixture::LATENT;
+pub(super) use recurrent::PROPERTIES as RECURRENT;
 
 pub(super) const PROPERTIES: &[Property] = &[
     Property {
@@ -60,7 +64,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     },
     Property {
         id: "stack.attention",
-        statement: "a layer attends to the keys that this layer wrote, those of this step included, rejected ones overwritten",
+        statement: "a layer attends to the keys that this layer wrote, those of this step included, rejected ones overwritten; to those of its selection where it has or shares one",
         source: "every layer has a cache of its own; block table and lengths are those of the step for all of them",
         bugs: &["vllm-ascend#7549", "vllm-ascend#10878"],
         tolerance: "certified bound of decode and verify, for the queries and keys that the engine showed",
@@ -312,7 +316,7 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
                 let weights = &material.weight("w_query", Some(layer))[first..first + size];
                 Some(material.stored(&material.projected(
                     weights,
-                    normed.row(&[rank, 2 * layer, row]),
+                    normed.row(&[rank, 2 * material.latent[layer], row]),
                     position,
                 )))
             };
@@ -320,7 +324,7 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
         },
         |scene, at| {
             let row = scene.material.row_name(scene.turn, at[2]);
-            format!("layer {}, {row}, head {} of the rank", at[1], at[3])
+            format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
         },
     )
 }
@@ -338,12 +342,15 @@ fn key(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let row = |at: Vec<usize>| {
                 let [rank, layer, row] = at[..] else { return None };
                 let (_, position) = place(scene.turn, row)?;
-                let x = normed.row(&[rank, 2 * layer, row]);
+                let x = normed.row(&[rank, 2 * material.latent[layer], row]);
                 Some(material.stored(&material.projected(material.weight("w_key", Some(layer)), x, position)))
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
-        |scene, at| format!("layer {}, {}", at[1], scene.material.row_name(scene.turn, at[2])),
+        |scene, at| {
+            let layer = scene.material.latent[at[1]];
+            format!("layer {layer}, {}", scene.material.row_name(scene.turn, at[2]))
+        },
     )
 }
 
@@ -370,7 +377,7 @@ fn attention(laboratory: &Laboratory) -> Result<Finding, Halt> {
         },
         |scene, at| {
             let row = scene.material.row_name(scene.turn, at[2]);
-            format!("layer {}, {row}, head {} of the rank", at[1], at[3])
+            format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
         },
     )
 }
@@ -381,7 +388,7 @@ fn attended(scene: &Scene<'_>, keys: &KeyStore<'_>) -> Result<Vec<Vec<Option<Row
     let groups = material.ranks() / material.configuration().dcp;
     let [ranks, _, rows, heads, _] = query.shape[..] else { return Ok(Vec::new()) };
     let mut layers = Vec::new();
-    for layer in 0..material.case.layers {
+    for layer in 0..material.latent.len() {
         let of_row = |row: usize| {
             (0..ranks).flat_map(move |rank| (0..heads).map(move |head| [rank, layer, row, head]))
         };
@@ -438,10 +445,13 @@ fn attention_update(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
     let seen = |scene: &Scene<'_>| scene.shown.tensor("attention");
     updates(laboratory, headline, 0, seen, |seen, layer, row| {
-        let [ranks, _, _, heads, _] = seen.shape[..] else { return Vec::new() };
-        let of_rank = |rank: usize| (0..heads).map(move |head| [rank, layer, row, head]);
+        let number = material.latent.iter().position(|own| *own == layer);
+        let (Some(number), &[ranks, _, _, heads, _]) = (number, &seen.shape[..]) else {
+            return vec![Allowed::Undefined; material.case.hidden];
+        };
+        let of_rank = |rank: usize| (0..heads).map(move |head| [rank, number, row, head]);
         let all: Vec<f32> = (0..ranks).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect();
-        material.stored(&material.attention_update(material.weight("w_output", Some(layer)), &all))
+        material.stored(&material.attention_update(material.weight("w_output", Some(number)), &all))
     })
 }
 

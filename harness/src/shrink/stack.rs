@@ -1,7 +1,7 @@
 //! Smaller stacks: fewer layers, narrower ones, a smaller vocabulary, a stream that is not sharded, and smaller sessions.
 
-use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackWiring};
-use shardcheck_engine::StreamLayout;
+use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackRecurrence, StackSelection, StackWiring};
+use shardcheck_engine::{LayerKind, StreamLayout};
 
 use super::session;
 use super::size::Size;
@@ -9,11 +9,17 @@ use super::size::Size;
 /// Stacks one step away.
 pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     let mut found = Vec::new();
-    let mut add = |changed: StackCase| found.push(Case { body: Body::Stack(changed), ..whole.clone() });
+    let mut add =
+        |changed: StackCase| found.push(Case { body: Body::Stack(Box::new(changed)), ..whole.clone() });
     for layers in
         [1, case.layers / 2, case.layers - 1].into_iter().filter(|fewer| (1..case.layers).contains(fewer))
     {
-        add(StackCase { layers, ..case.clone() });
+        let pattern = case.pattern.and_then(|pattern| pattern.first(layers));
+        let is_recurrent = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Recurrent));
+        let recurrence = case.recurrence.filter(|_| is_recurrent);
+        let selects = pattern.is_some_and(|pattern| pattern.kinds().contains(&LayerKind::Selecting));
+        let selection = case.selection.filter(|_| selects);
+        add(StackCase { layers, pattern, recurrence, selection, ..case.clone() });
     }
     let narrower =
         |width: usize| [1, 2, 4, width / 2].into_iter().filter(move |less| (1..width).contains(less));
@@ -21,12 +27,29 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     narrower(case.inner).for_each(|inner| add(StackCase { inner, ..case.clone() }));
     narrower(case.vocabulary).for_each(|vocabulary| add(StackCase { vocabulary, ..case.clone() }));
     add(StackCase { stream: StreamLayout::Whole, ..case.clone() });
+    recurrent_moves(case).into_iter().for_each(&mut add);
+    if let Some(own) = case.selection {
+        add(StackCase { selection: None, pattern: None, recurrence: None, ..case.clone() });
+        narrower(own.top_k).for_each(|top_k| {
+            add(StackCase { selection: Some(StackSelection { top_k, ..own }), ..case.clone() });
+        });
+    }
     if let Some(own) = case.mixture {
         add(StackCase { mixture: None, ..case.clone() });
         let mut mixed = |mixture: StackMixture| add(StackCase { mixture: Some(mixture), ..case.clone() });
         narrower(own.experts)
             .for_each(|experts| mixed(StackMixture { experts, top_k: own.top_k.min(experts), ..own }));
         narrower(own.top_k).for_each(|top_k| mixed(StackMixture { top_k, ..own }));
+        for plainer in [
+            StackMixture { hashed: 0, ..own },
+            StackMixture { shared: 0, ..own },
+            StackMixture { latent: 0, ..own },
+            StackMixture { biased: false, ..own },
+        ] {
+            if plainer != own {
+                mixed(plainer);
+            }
+        }
         (0..own.dense).for_each(|dense| mixed(StackMixture { dense, ..own }));
     }
     if let Some(own) = case.wiring {
@@ -47,10 +70,40 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     found
 }
 
+/// Fewer recurrent layers, and smaller ones.
+fn recurrent_moves(case: &StackCase) -> Vec<StackCase> {
+    let (Some(pattern), Some(own)) = (case.pattern, case.recurrence) else { return Vec::new() };
+    let mut found = vec![StackCase { pattern: None, recurrence: None, selection: None, ..case.clone() }];
+    let kinds = pattern.to_string();
+    for layer in 0..case.layers {
+        let mut fewer = kinds.clone();
+        fewer.remove(layer);
+        if fewer.contains(LayerKind::Recurrent.letter()) {
+            let pattern = fewer.parse().ok();
+            found.push(StackCase { layers: case.layers - 1, pattern, ..case.clone() });
+        }
+    }
+    let tp = case.session.configuration.tp;
+    for smaller in [
+        StackRecurrence { heads: tp, value_heads: tp, ..own },
+        StackRecurrence { value_heads: own.heads, ..own },
+        StackRecurrence { key_dim: own.key_dim.div_ceil(2), ..own },
+        StackRecurrence { value_dim: own.value_dim.div_ceil(2), ..own },
+        StackRecurrence { taps: 1, ..own },
+        StackRecurrence { chunk: 1, ..own },
+    ] {
+        if smaller != own {
+            found.push(StackCase { recurrence: Some(smaller), ..case.clone() });
+        }
+    }
+    found
+}
+
 /// The size of a stack: that of its session, wider by the stream, the MLPs and the vocabulary of all layers.
 pub(super) fn size(case: &StackCase) -> Size {
     let session = session::size(&case.session);
-    Size { dims: session.dims + case.layers * (case.hidden + case.inner) + case.vocabulary, ..session }
+    let own = case.recurrence.map_or(0, |own| own.channels() + own.taps + own.chunk);
+    Size { dims: session.dims + case.layers * (case.hidden + case.inner) + case.vocabulary + own, ..session }
 }
 
 /// What is plainer among stacks of one size.
@@ -61,7 +114,12 @@ pub(super) fn plainness(case: &StackCase) -> Vec<u64> {
         groups as u64,
         case.layers as u64,
         u64::from(case.stream != StreamLayout::Whole),
-        case.mixture.map_or(0, |own| (1 + own.experts + own.top_k + own.dense) as u64),
+        case.mixture.map_or(0, |own| {
+            let around = own.hashed + own.shared + own.latent + usize::from(own.biased);
+            (1 + own.experts + own.top_k + own.dense + around) as u64
+        }),
+        u64::from(case.recurrence.is_some()),
+        case.selection.map_or(0, |own| 1 + own.top_k as u64),
         case.wiring.map_or(0, |own| (1 + own.drafts + own.rounds) as u64),
         case.vocabulary as u64,
     ]);

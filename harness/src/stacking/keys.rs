@@ -7,7 +7,7 @@ use shardcheck_cases::StackTurn;
 use super::{Shown, StackMaterial, place};
 use crate::laboratory::Halt;
 
-/// Keys by layer, block and place in its virtual block, as each rank had them when the token was computed.
+/// Keys by layer among those with latent attention, block and place in its virtual block, as each rank had them when the token was computed.
 pub struct KeyStore<'a> {
     material: &'a StackMaterial,
     keys: HashMap<(usize, i32, usize), Vec<Vec<f32>>>,
@@ -33,7 +33,7 @@ impl<'a> KeyStore<'a> {
         for row in 0..shown.real_rows {
             let Some((index, position)) = place(turn, row) else { continue };
             let (block, offset) = self.slot(turn, index, position);
-            for layer in 0..self.material.case.layers {
+            for layer in 0..self.material.latent.len() {
                 let of_rank = |rank: usize| keys.row(&[rank, layer, row]).to_vec();
                 let all = (0..self.material.ranks()).map(of_rank).collect();
                 self.keys.insert((layer, block, offset), all);

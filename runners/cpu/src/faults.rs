@@ -10,10 +10,12 @@ mod exchange;
 mod gates;
 mod groups;
 mod heads;
+mod hybrid;
 mod kda;
 mod kv_groups;
 mod layout;
 mod lse;
+mod mixtures;
 mod moe;
 mod positions;
 mod prefill;
@@ -24,6 +26,7 @@ mod segments;
 mod selected;
 mod settings;
 mod shared_rows;
+mod shared_selection;
 mod small;
 mod sparse;
 mod stack;
@@ -158,6 +161,9 @@ pub fn faults() -> &'static [Fault] {
             cache::FAULTS,
             causal::FAULTS,
             heads::FAULTS,
+            hybrid::FAULTS,
+            mixtures::FAULTS,
+            shared_selection::FAULTS,
             attention::FAULTS,
             lse::FAULTS,
             exchange::FAULTS,

@@ -184,6 +184,31 @@ struct Outputs {
 }
 
 impl KdaMemory {
+    /// The slots of this memory, for the same rows, with what those of another one hold.
+    pub fn with_states_of(&self, other: &Self) -> Self {
+        let of_slot = |own: &Slot, other: &Slot| {
+            let last = other.behind.len() - 1;
+            let behind = |back: usize| other.behind[last - back.min(last)].clone();
+            Slot { rows: own.rows, behind: (0..own.behind.len()).rev().map(behind).collect() }
+        };
+        let of_rank = |(own, other): (&BTreeMap<usize, Slot>, &BTreeMap<usize, Slot>)| {
+            let slot = |(number, own): (&usize, &Slot)| {
+                (*number, other.get(number).map_or_else(|| own.clone(), |other| of_slot(own, other)))
+            };
+            own.iter().map(slot).collect()
+        };
+        Self { ranks: self.ranks.iter().zip(&other.ranks).map(of_rank).collect() }
+    }
+
+    /// Leaves in one slot what another one holds.
+    pub fn copy(&mut self, from: usize, to: usize) {
+        for slots in &mut self.ranks {
+            if let Some(slot) = slots.get(&from).cloned() {
+                slots.insert(to, slot);
+            }
+        }
+    }
+
     /// Performs a step on `tp` ranks, each `dcp` of which share a sequence elsewhere.
     ///
     /// # Errors

@@ -5,15 +5,15 @@
 //! `ParallelLMHead`; the stream over ranks: sequence parallelism of vLLM and TensorCast.
 
 mod draft;
+mod mixture;
+mod recurrent;
+mod selected;
 mod weights;
 mod worker;
 
 use std::ops::Range;
 
-use shardcheck_engine::{
-    Activation, Configuration, EngineError, ExpertSharding, MoeExchange, MoePlan, Reply, SharedExpert,
-    StackPlan, Tensor, Tensors,
-};
+use shardcheck_engine::{Configuration, EngineError, Reply, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::attend::attend;
@@ -21,8 +21,8 @@ use crate::batch::Batch;
 use crate::cache::{KvFormat, RankCache};
 use crate::communicator::{Link, Ranks, Stop, run_ranks};
 use crate::derive::failed;
-use crate::experts;
 use crate::grid::Grids;
+use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, WriteMap};
 use crate::policies::{Policies, TableUse};
 use crate::write::WriteBatch;
@@ -32,6 +32,9 @@ use weights::{FeedForward, Sizes, Weights};
 use worker::{Rows, Worker};
 
 pub use draft::DraftPolicies;
+pub use mixture::MixturePolicies;
+pub use recurrent::RecurrentPolicies;
+pub use selected::SelectionPolicy;
 pub use worker::{Part, largest};
 
 /// What a stack decides.
@@ -41,8 +44,12 @@ pub struct StackPolicies {
     pub entries: fn(usize, usize, usize) -> Range<usize>,
     /// Entry that a rank embeds a token of another rank by, given its own entries; none for zeros.
     pub foreign: fn(usize, &Range<usize>) -> Option<usize>,
-    /// Layer whose cache a layer uses: `(use, layer)`.
+    /// Layer whose cache a layer uses, by its number among those with latent attention: `(use, layer)`.
     pub cache: fn(TableUse, usize) -> usize,
+    /// Recurrent layers.
+    pub recurrent: RecurrentPolicies,
+    /// Selection that a layer goes by: `(what it is, its own)`.
+    pub selection: SelectionPolicy,
     /// Length that a request has in a layer: `(layer, length, rows)`.
     pub length: fn(usize, usize, usize) -> usize,
     /// Whether a layer writes its keys before it attends.
@@ -65,6 +72,8 @@ pub struct StackPolicies {
     pub part: fn(usize, usize, usize) -> Range<usize>,
     /// Layer whose router, and whose experts, a layer uses: `(layer, first one that has experts)`.
     pub mixture: [fn(usize, usize) -> usize; 2],
+    /// What else a layer of experts decides.
+    pub mixtures: MixturePolicies,
     /// Row by whose logits a row is routed: `(row, rows)`.
     pub routed_by: fn(usize, usize) -> usize,
     /// Whether a router reads the stream and not its normed rows, where every rank has all of them.
@@ -87,6 +96,8 @@ impl StackPolicies {
         entries,
         foreign: |_, _| None,
         cache: |_, layer| layer,
+        recurrent: RecurrentPolicies::HEALTHY,
+        selection: |_, own| own,
         length: |_, length, _| length,
         writes_first: true,
         position: |length, rows, row| (length + row).saturating_sub(rows),
@@ -98,6 +109,7 @@ impl StackPolicies {
         output_head: |rank, _, heads| rank * heads,
         part: |rank, ranks, inner| rank * inner / ranks..(rank + 1) * inner / ranks,
         mixture: [|layer, _| layer; 2],
+        mixtures: MixturePolicies::HEALTHY,
         routed_by: |row, _| row,
         router_reads_stream: false,
         first_row: |rank, each| rank * each,
@@ -114,10 +126,11 @@ pub fn entries(rank: usize, ranks: usize, vocabulary: usize) -> Range<usize> {
     (rank * each).min(vocabulary)..((rank + 1) * each).min(vocabulary)
 }
 
-/// What a session keeps of a stack: caches of each layer, and what a rank may keep of earlier steps of it.
+/// What a session keeps of a stack: caches of each layer, what a rank may keep of earlier steps of it, and states of recurrent layers.
 #[derive(Default)]
 pub struct StackMemory {
     layers: Vec<LayerMemory>,
+    states: Vec<KdaMemory>,
 }
 
 #[derive(Clone)]
@@ -153,6 +166,14 @@ struct Seen {
     attention: Vec<f32>,
     router_logits: Vec<f32>,
     topk_ids: Vec<i32>,
+    latent: Vec<f32>,
+    latent_sum: Vec<f32>,
+    latent_normed: Vec<f32>,
+    kda_channels: Vec<f32>,
+    kda_gates: Vec<f32>,
+    kda_out: Vec<f32>,
+    kda_state: Vec<f32>,
+    kda_window: Vec<f32>,
     logits: Vec<f32>,
     tokens: Vec<i32>,
 }
@@ -175,8 +196,9 @@ pub fn forward(
     };
     let layers = plan.layers + plan.heads_of_drafts();
     memory.layers.resize_with(layers.max(memory.layers.len()), fresh);
+    recurrent::remember(&mut memory.states, &plan);
     let ranks = scene.configuration.tp;
-    let step = Step { scene, plan, weights: &weights, rows: &rows };
+    let step = Step { scene, plan, weights: &weights, rows: &rows, inputs };
     let mut passage =
         Passage { streams: Vec::new(), seen: vec![Seen::default(); ranks], collectives: vec![0; ranks] };
     passage.streams = passage.all(&step, |worker, _| worker.embed())?;
@@ -236,6 +258,7 @@ struct Step<'a> {
     plan: StackPlan,
     weights: &'a Weights,
     rows: &'a Rows,
+    inputs: &'a Tensors,
 }
 
 /// Where a step stands between two phases.
@@ -280,11 +303,11 @@ impl Step<'_> {
         if layer < self.plan.layers { 2 * layer } else { self.plan.places() + 2 }
     }
 
-    /// Layer whose cache a layer uses.
-    fn cache(&self, to: TableUse, layer: usize) -> usize {
+    /// Number of the cache that one layer uses, by the number of its own.
+    fn cache(&self, to: TableUse, number: usize) -> usize {
         let stack = &self.scene.policies.stack;
-        let own = (stack.cache)(to, layer);
-        if layer < self.plan.layers { own } else { (stack.draft.cache)(layer, layer - 1) }
+        let targets = self.plan.attending().len();
+        if number < targets { (stack.cache)(to, number) } else { (stack.draft.cache)(number, targets - 1) }
     }
 
     fn layer(
@@ -293,46 +316,30 @@ impl Step<'_> {
         passage: &mut Passage,
         memory: &mut StackMemory,
     ) -> Result<(), EngineError> {
-        let stack = &self.scene.policies.stack;
-        let projected = passage.all(self, |worker, stream| {
-            let normed = worker.normed(stream, self.place(layer))?;
-            let (query, key) = worker.project(&normed, layer);
-            Ok((normed, query, key))
-        })?;
-        let keys: Vec<&[f32]> = projected.iter().map(|(_, _, key)| key.as_slice()).collect();
-        let queries: Vec<&[f32]> = projected.iter().map(|(_, query, _)| query.as_slice()).collect();
-        if stack.writes_first {
-            self.write(layer, &keys, memory)?;
-        }
-        let attended = self.attend(layer, &queries, memory, passage)?;
-        if !stack.writes_first {
-            self.write(layer, &keys, memory)?;
-        }
-        let size = attended.len() / passage.streams.len();
-        let of_rank = |rank: usize| &attended[rank * size..(rank + 1) * size];
+        let before = passage.all(self, |worker, stream| worker.normed(stream, self.place(layer)))?;
+        let updates = match self.plan.kind(layer).attends() {
+            true => self.latent(layer, &before, passage, memory)?,
+            false => self.recurrent(layer, &before, passage, memory)?,
+        };
         let behind = passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
-            let update = worker.attention_update(stream, of_rank(rank), layer)?;
-            let middle = worker.joined(stream, &projected[rank].0, &update);
+            let middle = worker.joined(stream, &before[rank], &updates[rank]);
             let normed = worker.normed(&middle, self.place(layer) + 1)?;
-            Ok((update, middle, normed))
+            Ok((middle, normed))
         })?;
-        for (rank, (update, middle, normed)) in behind.iter().enumerate() {
-            let (seen, (before, query, key)) = (&mut passage.seen[rank], &projected[rank]);
+        for (rank, (middle, normed)) in behind.iter().enumerate() {
+            let seen = &mut passage.seen[rank];
             seen.hidden.extend(passage.streams[rank].iter().chain(middle));
-            seen.normed.extend(before.iter().chain(normed));
-            seen.update.extend(update);
-            seen.query.extend(query);
-            seen.key.extend(key);
-            seen.attention.extend(of_rank(rank));
+            seen.normed.extend(before[rank].iter().chain(normed));
+            seen.update.extend(&updates[rank]);
             passage.streams[rank].clone_from(middle);
         }
-        let normed: Vec<Vec<f32>> = behind.into_iter().map(|(_, _, normed)| normed).collect();
-        let updates = match &self.weights.layers[layer].feed_forward {
+        let normed: Vec<Vec<f32>> = behind.into_iter().map(|(_, normed)| normed).collect();
+        let updates = match &self.weights.feed_forward[layer] {
             FeedForward::Mlp(_) => passage.all(self, |worker, stream| {
                 worker.feed_forward_update(stream, &normed[worker.link.rank], layer)
             })?,
-            FeedForward::Experts { .. } => self.mixture(layer, &normed, passage)?,
+            FeedForward::Experts(_) => self.mixture(layer, &normed, passage)?,
         };
         passage.streams = passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
@@ -342,57 +349,41 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first one, as the operation has them.
-    fn mixture(
+    /// What a layer with latent attention adds to the stream of each rank, given all rows behind its norm.
+    fn latent(
         &self,
         layer: usize,
         normed: &[Vec<f32>],
         passage: &mut Passage,
+        memory: &mut StackMemory,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
-        let (scene, first) = (self.scene, self.plan.dense());
-        let [router_of, experts_of] =
-            scene.policies.stack.mixture.map(|of| &self.weights.layers[of(layer, first)].feed_forward);
-        let (FeedForward::Experts { router, .. }, FeedForward::Experts { experts, .. }, Some(mixture)) =
-            (router_of, experts_of, self.plan.experts)
-        else {
-            return Err(EngineError::Crash { text: format!("layer {layer} has no experts") });
-        };
-        let logits = passage.all(self, |worker, stream| {
-            Ok(worker.router_logits(stream, &normed[worker.link.rank], router))
-        })?;
-        let (rows, hidden) = (self.rows.tokens.len(), self.weights.sizes.hidden);
-        let count = router.len() / hidden;
-        let of_row = |row: usize| &logits[0][(scene.policies.stack.routed_by)(row, rows) * count..][..count];
-        let routed_by: Vec<f32> = (0..rows).flat_map(of_row).copied().collect();
-        let inputs = experts
-            .clone()
-            .with("hidden", Tensor::from_f32(Dtype::Bf16, &[rows, hidden], &normed[0]))
-            .with("logits", Tensor::from_f32(Dtype::F32, &[rows, count], &routed_by))
-            .with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
-        let plan = MoePlan {
-            dp: 1,
-            pcp: 1,
-            tp: normed.len(),
-            exchange: MoeExchange::Local,
-            sharding: ExpertSharding::Whole,
-            shared: SharedExpert::None,
-            activation: Activation::SiluGated,
-        };
-        let reply = experts::run(&inputs, (mixture.router, plan), scene.ranks.timeout, &scene.policies.moe)?;
-        passage.count(&reply.collectives);
-        let (out, ids) = (reply.outputs.get("out")?.to_f32(), reply.outputs.get("topk_ids")?.to_i64());
-        let chosen = rows * mixture.router.top_k;
-        for (rank, (seen, logits)) in passage.seen.iter_mut().zip(logits).enumerate() {
-            seen.router_logits.extend(logits);
-            seen.topk_ids.extend(ids[rank * chosen..(rank + 1) * chosen].iter().map(|id| *id as i32));
+        let stack = &self.scene.policies.stack;
+        let number = self.plan.number(layer);
+        let [writes, attends] =
+            [TableUse::Write, TableUse::Attend].map(|to| (stack.recurrent.cache)(to, layer, number));
+        let projected =
+            passage.all(self, |worker, _| Ok(worker.project(&normed[worker.link.rank], number)))?;
+        let keys: Vec<&[f32]> = projected.iter().map(|(_, key)| key.as_slice()).collect();
+        let queries: Vec<&[f32]> = projected.iter().map(|(query, _)| query.as_slice()).collect();
+        if stack.writes_first {
+            self.write(writes, &keys, memory)?;
         }
-        passage.all(self, |worker, _| {
-            let size = rows * hidden;
-            Ok(worker.scattered(&out[worker.link.rank * size..(worker.link.rank + 1) * size]))
-        })
+        let attended = self.attend((layer, number, attends), &queries, memory, passage)?;
+        if !stack.writes_first {
+            self.write(writes, &keys, memory)?;
+        }
+        let size = attended.len() / passage.streams.len();
+        let of_rank = |rank: usize| &attended[rank * size..(rank + 1) * size];
+        for (rank, (query, key)) in projected.iter().enumerate() {
+            let seen = &mut passage.seen[rank];
+            seen.query.extend(query);
+            seen.key.extend(key);
+            seen.attention.extend(of_rank(rank));
+        }
+        passage.all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
     }
 
-    /// Writes the keys of the new rows that each rank owns.
+    /// Writes the keys of the new rows that each rank owns into the cache of a latent layer.
     fn write(&self, layer: usize, keys: &[&[f32]], memory: &mut StackMemory) -> Result<(), EngineError> {
         let Scene { batch, policies, grids, .. } = self.scene;
         let refs = batch.row_refs(&policies.layout);
@@ -416,10 +407,11 @@ impl Step<'_> {
         Ok(())
     }
 
-    /// What attention gives to the heads of all ranks, `[ranks, T, H, Vo]`.
+    /// What attention gives to the heads of all ranks, `[ranks, T, H, Vo]`, in a layer, by its number among those that attend
+    /// and that of its cache.
     fn attend(
         &self,
-        layer: usize,
+        (layer, number, cache): (usize, usize, usize),
         queries: &[&[f32]],
         memory: &StackMemory,
         passage: &mut Passage,
@@ -431,12 +423,14 @@ impl Step<'_> {
         let query: Vec<f32> = (0..count).flat_map(row).copied().collect();
         let inputs = Tensors::new()
             .with("query", Tensor::from_f32(Dtype::Bf16, &[count, all_heads, key_dim], &query))
-            .with("w_uv", self.weights.layers[layer].up_projection.clone());
+            .with("w_uv", self.weights.latent[number].up_projection.clone());
         let metadata: Vec<Metadata> =
-            self.scene.metadata.iter().map(|own| self.in_layer(layer, own)).collect();
-        let source = self.cache(TableUse::Attend, layer);
+            self.scene.metadata.iter().map(|own| self.in_layer(number, own)).collect();
+        let source = self.cache(TableUse::Attend, cache);
         let caches = &memory.layers[source].caches;
-        let reply = attend((configuration, grids), caches, (&inputs, None), &metadata, ranks, policies)?;
+        let plan = self.selection(layer, &metadata)?;
+        let given = (&inputs, plan.as_ref());
+        let reply = attend((configuration, grids), caches, given, &metadata, ranks, policies)?;
         passage.count(&reply.collectives);
         Ok(reply.outputs.get("out")?.to_f32())
     }
@@ -455,7 +449,7 @@ impl Step<'_> {
         let Passage { seen, collectives, .. } = passage;
         let (ranks, rows, plan) = (seen.len(), self.rows.tokens.len(), self.plan);
         let Sizes { hidden, vocabulary, heads, key_dim, up_dim, .. } = self.weights.sizes;
-        let (layers, own) = (plan.layers, plan.stream_rows(rows, ranks));
+        let (layers, own) = (plan.attending().len(), plan.stream_rows(rows, ranks));
         let join = |dtype: Dtype, shape: &[usize], part: fn(&Seen) -> &Vec<f32>| {
             let values: Vec<f32> = seen.iter().flat_map(|seen| part(seen).iter().copied()).collect();
             let shape: Vec<usize> = std::iter::once(ranks).chain(shape.iter().copied()).collect();
@@ -463,20 +457,41 @@ impl Step<'_> {
         };
         let half = Dtype::Bf16;
         let tokens: Vec<i32> = seen.iter().flat_map(|seen| seen.tokens.iter().copied()).collect();
-        let outputs = Tensors::new()
+        let mut outputs = Tensors::new()
             .with("logits", join(Dtype::F32, &[rows, vocabulary], |seen| &seen.logits))
             .with("tokens", Tensor::from_i32(&[ranks, rows], &tokens))
             .with("hidden", join(half, &[plan.places(), own, hidden], |seen| &seen.hidden))
             .with("normed", join(half, &[plan.places(), rows, hidden], |seen| &seen.normed))
-            .with("update", join(half, &[2 * layers, own, hidden], |seen| &seen.update))
+            .with("update", join(half, &[2 * plan.layers, own, hidden], |seen| &seen.update))
             .with("query", join(half, &[layers, rows, heads, key_dim], |seen| &seen.query))
             .with("key", join(half, &[layers, rows, key_dim], |seen| &seen.key))
             .with("attention", join(half, &[layers, rows, heads, up_dim], |seen| &seen.attention));
+        if let Some(recurrent) = self.weights.recurrent.first() {
+            let count = (rows, self.scene.batch.seq_lens.len());
+            let parts: [fn(&Seen) -> &Vec<f32>; 5] = [
+                |seen| &seen.kda_channels,
+                |seen| &seen.kda_gates,
+                |seen| &seen.kda_out,
+                |seen| &seen.kda_state,
+                |seen| &seen.kda_window,
+            ];
+            let shapes = recurrent::shapes(recurrent.sizes, self.weights.recurrent.len(), ranks, count);
+            for ((name, dtype, shape), part) in shapes.iter().zip(parts) {
+                outputs.insert(name, join(*dtype, shape, part));
+            }
+        }
         let Some(mixture) = plan.experts.filter(|_| plan.mixtures() > 0) else {
             return Reply { outputs, collectives, ..Reply::default() };
         };
         let (each, top_k) = (plan.mixtures() * rows, mixture.router.top_k);
         let experts = seen[0].router_logits.len().checked_div(each).unwrap_or(0);
+        if mixture.latent {
+            let width = seen[0].latent.len().checked_div(each).unwrap_or(0);
+            let shape = [plan.mixtures(), rows, width];
+            outputs.insert("latent", join(half, &shape, |seen| &seen.latent));
+            outputs.insert("latent_sum", join(half, &shape, |seen| &seen.latent_sum));
+            outputs.insert("latent_normed", join(half, &shape, |seen| &seen.latent_normed));
+        }
         let ids: Vec<i32> = seen.iter().flat_map(|seen| seen.topk_ids.iter().copied()).collect();
         let outputs = outputs
             .with(

@@ -35,7 +35,9 @@ fn inputs(ids: &[i32], lens: &[i32], starts: &[i32]) -> Tensors {
 }
 
 fn forward(layers: usize, stream: StreamLayout) -> Operation {
-    Operation::Forward { plan: StackPlan { layers, stream, experts: None, drafts: 0 } }
+    Operation::Forward {
+        plan: StackPlan { layers, stream, experts: None, pattern: None, recurrent: None, list: None, drafts: 0 },
+    }
 }
 
 fn session() -> Box<dyn Session> {

@@ -36,5 +36,5 @@ pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile,
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
 pub use sparse::{SelectionMode, Selector, SlotList};
-pub use stack::{StackExperts, StackPlan, StreamLayout};
+pub use stack::{LayerKind, LayerPattern, StackExperts, StackPlan, StreamLayout};
 pub use tensor::{Tensor, TensorError, Tensors};

@@ -121,7 +121,7 @@ fn decided(finding: Finding) -> Result<Finding, Halt> {
 /// Accepted drafts `[ranks, n]` and new ones `[ranks, n, k]` of a run.
 fn drafted(material: &StackMaterial, observed: &Observed, requests: usize) -> Result<[Vec<i64>; 2], Halt> {
     let (ranks, drafts) = (material.ranks(), material.case.drafts());
-    let accepted = observed.output("accepted", Dtype::I32, &[ranks, requests])?.to_i64();
+    let accepted = observed.output("accepted_drafts", Dtype::I32, &[ranks, requests])?.to_i64();
     let tokens = observed.output("draft_tokens", Dtype::I32, &[ranks, requests, drafts])?.to_i64();
     Ok([accepted, tokens])
 }

@@ -66,7 +66,7 @@ struct Verified {
     tokens: Vec<usize>,
 }
 
-/// Accepts drafts and makes new ones: `accepted i32 [ranks, n]`, `draft_tokens i32 [ranks, n, k]`.
+/// Accepts drafts and makes new ones: `accepted_drafts i32 [ranks, n]`, `draft_tokens i32 [ranks, n, k]`.
 ///
 /// # Errors
 /// As a step through the layers.
@@ -132,7 +132,7 @@ pub fn propose(
     }
     let accepted: Vec<i32> = verified.iter().map(|own| own.accepted as i32).collect();
     Ok(Tensors::new()
-        .with("accepted", Tensor::from_i32(&[ranks, requests], &accepted.repeat(ranks)))
+        .with("accepted_drafts", Tensor::from_i32(&[ranks, requests], &accepted.repeat(ranks)))
         .with("draft_tokens", Tensor::from_i32(&[ranks, requests, drafts], &drafted.concat())))
 }
 
@@ -226,7 +226,7 @@ impl Pass {
         let rows = Rows { tokens: self.tokens.clone(), positions: positions.collect() };
         // every rank has all rows of the head's stream
         let plan = StackPlan { stream: StreamLayout::Whole, ..step.plan };
-        let own = Step { scene: &scene, plan, weights: step.weights, rows: &rows };
+        let own = Step { inputs: step.inputs, scene: &scene, plan, weights: step.weights, rows: &rows };
         let mut passage = Passage {
             streams: self.streams.clone(),
             seen: vec![Seen::default(); self.streams.len()],

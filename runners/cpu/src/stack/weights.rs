@@ -3,6 +3,8 @@
 use shardcheck_engine::{Attention, Configuration, EngineError, StackPlan, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
+use super::mixture::MixtureWeights;
+use super::recurrent::RecurrentWeights;
 use crate::batch::wrong_shape;
 use crate::experts::Mlp;
 
@@ -27,8 +29,8 @@ pub struct Sizes {
     pub up_dim: usize,
 }
 
-/// Weights of one layer.
-pub struct LayerWeights {
+/// Weights of one layer with latent attention.
+pub struct LatentWeights {
     /// `[Hall, Dk, h]`.
     pub query: Vec<f32>,
     /// `[Dk, h]`.
@@ -37,8 +39,6 @@ pub struct LayerWeights {
     pub up_projection: Tensor,
     /// `[h, Hall·Vo]`.
     pub output: Vec<f32>,
-    /// What stands behind attention.
-    pub feed_forward: FeedForward,
 }
 
 /// What stands behind attention in a layer.
@@ -46,12 +46,7 @@ pub enum FeedForward {
     /// An MLP.
     Mlp(Mlp),
     /// Experts.
-    Experts {
-        /// `[E, h]`.
-        router: Vec<f32>,
-        /// Weights of the experts, as a layer of them is given them.
-        experts: Tensors,
-    },
+    Experts(Box<MixtureWeights>),
 }
 
 /// Weights of all layers and of what stands around them.
@@ -64,8 +59,12 @@ pub struct Weights {
     pub norm: Vec<f32>,
     /// `[positions, P]`.
     pub rotary: Vec<f32>,
-    /// Layers, that of a draft head last.
-    pub layers: Vec<LayerWeights>,
+    /// Layers with latent attention, that of a draft head last.
+    pub latent: Vec<LatentWeights>,
+    /// Recurrent layers.
+    pub recurrent: Vec<RecurrentWeights>,
+    /// What stands behind attention, of all layers, a draft head's last.
+    pub feed_forward: Vec<FeedForward>,
     /// `[V, h]`.
     pub head: Vec<f32>,
     /// Of a draft head, `[h, 2h]`; empty without one.
@@ -99,6 +98,11 @@ impl Weights {
         if rotary != turned || !rotary.is_multiple_of(2) {
             return Err(wrong_shape("rotary", inputs.get("rotary")?, vec![positions, turned / 2 * 2]));
         }
+        if plan.pattern.is_some_and(|pattern| pattern.kinds().len() != plan.layers) {
+            let text = format!("the pattern of the plan is not one of {} layers", plan.layers);
+            return Err(EngineError::Crash { text });
+        }
+        let recurrent = plan.recurrences().len();
         let sizes = Sizes {
             hidden,
             vocabulary,
@@ -116,7 +120,9 @@ impl Weights {
             embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
             norm: read("norm_weight", Dtype::F32, &[plan.norms(), hidden])?,
             rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
-            layers: layers(inputs, plan, &sizes, attention.value_dim())?,
+            latent: latent(inputs, plan.attending().len() + plan.heads_of_drafts(), &sizes, attention.value_dim())?,
+            recurrent: RecurrentWeights::read(inputs, recurrent, (hidden, configuration.tp))?,
+            feed_forward: feed_forwards(inputs, plan, hidden)?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
             draft: match plan.heads_of_drafts() {
                 0 => Vec::new(),
@@ -127,25 +133,23 @@ impl Weights {
     }
 }
 
-fn layers(
+fn latent(
     inputs: &Tensors,
-    plan: &StackPlan,
+    layers: usize,
     sizes: &Sizes,
     latent: usize,
-) -> Result<Vec<LayerWeights>, EngineError> {
+) -> Result<Vec<LatentWeights>, EngineError> {
     let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
-    let count = plan.layers + plan.heads_of_drafts();
     let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
-        let shape: Vec<usize> = std::iter::once(count).chain(shape.iter().copied()).collect();
+        let shape: Vec<usize> = std::iter::once(layers).chain(shape.iter().copied()).collect();
         Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &shape)?.to_f32())
     };
     let query = read("w_query", &[all_heads, key_dim, hidden])?;
     let key = read("w_key", &[key_dim, hidden])?;
     let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
     let output = read("w_output", &[hidden, all_heads * up_dim])?;
-    let feed_forwards = feed_forwards(inputs, plan, hidden)?;
-    let of = |all: &[f32], layer: usize| part(all, count, layer);
-    let layer = |(layer, feed_forward): (usize, FeedForward)| LayerWeights {
+    let of = |all: &[f32], layer: usize| part(all, layers, layer);
+    let layer = |layer: usize| LatentWeights {
         query: of(&query, layer),
         key: of(&key, layer),
         up_projection: Tensor::from_f32(
@@ -154,20 +158,19 @@ fn layers(
             &of(&up_projection, layer),
         ),
         output: of(&output, layer),
-        feed_forward,
     };
-    Ok((0..count).zip(feed_forwards).map(layer).collect())
+    Ok((0..layers).map(layer).collect())
 }
 
 /// One of equal parts.
-fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
+pub fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
     let size = all.len() / parts;
     all[index * size..(index + 1) * size].to_vec()
 }
 
 /// What stands behind attention in each layer: MLPs in the first ones, and in a draft head's.
 fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
-    let (dense, mixtures) = (plan.dense() + plan.heads_of_drafts(), plan.mixtures());
+    let dense = plan.dense() + plan.heads_of_drafts();
     let inner = |name: &str| -> Result<usize, EngineError> {
         Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
     };
@@ -184,26 +187,9 @@ fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Ve
             FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
         }));
     }
-    if mixtures > 0 {
-        let inner = inner("expert_down")?;
-        let experts = inputs.get("w_router")?.shape().get(1).copied().unwrap_or(0);
-        let router = read("w_router", &[mixtures, experts, hidden])?;
-        let (rows, columns) = ([mixtures, experts, inner, hidden], [mixtures, experts, hidden, inner]);
-        let [gate, up] = ["expert_gate", "expert_up"].map(|name| read(name, &rows));
-        let (gate, up, down) = (gate?, up?, read("expert_down", &columns)?);
-        found.extend((0..mixtures).map(|layer| {
-            let of = |all: &[f32], shape: &[usize]| {
-                Tensor::from_f32(Dtype::Bf16, &shape[1..], &part(all, mixtures, layer))
-            };
-            FeedForward::Experts {
-                router: part(&router, mixtures, layer),
-                experts: Tensors::new()
-                    .with("w_gate", of(&gate, &rows))
-                    .with("w_up", of(&up, &rows))
-                    .with("w_down", of(&down, &columns)),
-            }
-        }));
-    }
+    found.extend(
+        MixtureWeights::read(inputs, plan, hidden)?.into_iter().map(Box::new).map(FeedForward::Experts),
+    );
     // the MLPs were read together, and a draft head's layer is the last one
     if plan.heads_of_drafts() > 0 {
         let own = found.remove(plan.dense());

@@ -39,11 +39,14 @@ pub struct Worker<'a> {
 pub enum Part {
     /// Attention.
     Attention,
+    /// A recurrent layer's, in place of attention's.
+    Recurrent,
     /// The MLP.
     FeedForward,
 }
 
-fn dot(weights: &[f32], x: &[f32]) -> f32 {
+/// Sum of products.
+pub fn dot(weights: &[f32], x: &[f32]) -> f32 {
     weights.iter().zip(x).map(|(w, x)| w * x).sum()
 }
 
@@ -152,7 +155,7 @@ impl Worker<'_> {
 
     /// Queries of the own heads `[T, H, Dk]` and keys `[T, Dk]`, turned to the rows' positions.
     pub fn project(&self, normed: &[f32], layer: usize) -> (Vec<f32>, Vec<f32>) {
-        let (sizes, weights) = (&self.weights.sizes, &self.weights.layers[layer]);
+        let (sizes, weights) = (&self.weights.sizes, &self.weights.latent[layer]);
         let (mut query, mut key) = (Vec::new(), Vec::new());
         for (row, x) in normed.chunks_exact(sizes.hidden).enumerate() {
             let turned = |matrix: &[f32]| {
@@ -195,7 +198,7 @@ impl Worker<'_> {
         let first = (self.policies.output_head)(self.link.rank, self.link.rank % self.dcp, sizes.heads);
         let columns = first * sizes.up_dim..first * sizes.up_dim + own;
         let row = |x: &[f32]| -> Vec<f32> {
-            let matrix = self.weights.layers[layer].output.chunks_exact(sizes.all_heads * sizes.up_dim);
+            let matrix = self.weights.latent[layer].output.chunks_exact(sizes.all_heads * sizes.up_dim);
             matrix.map(|weights| dot(&weights[columns.clone()], x)).collect()
         };
         let part = attention.chunks_exact(own).flat_map(row).collect();
@@ -211,7 +214,7 @@ impl Worker<'_> {
     ) -> Result<Vec<f32>, Stop> {
         let hidden = self.weights.sizes.hidden;
         let mut part = vec![0.0; normed.len()];
-        let FeedForward::Mlp(mlp) = &self.weights.layers[layer].feed_forward else {
+        let FeedForward::Mlp(mlp) = &self.weights.feed_forward[layer] else {
             return Err(Stop::crash(format!("layer {layer} has no MLP")));
         };
         let inner = (self.policies.part)(self.link.rank, self.ranks(), mlp.inner);
@@ -231,7 +234,7 @@ impl Worker<'_> {
     }
 
     /// Own rows of the sum of all ranks' parts.
-    fn update(&self, kind: Part, stream: &[f32], mut part: Vec<f32>) -> Result<Vec<f32>, Stop> {
+    pub fn update(&self, kind: Part, stream: &[f32], mut part: Vec<f32>) -> Result<Vec<f32>, Stop> {
         let first = self.own_rows().start * self.weights.sizes.hidden;
         let own = part.iter_mut().skip(first).zip(stream);
         own.for_each(|(part, stream)| *part = (self.policies.entering)(*part, *stream));

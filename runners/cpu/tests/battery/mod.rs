@@ -4,6 +4,7 @@
 
 mod drafts;
 mod experts;
+mod hybrid;
 mod kda;
 mod selected;
 mod selection;
@@ -61,6 +62,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.selected()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
+        Trial::new(|battery| battery.hybrids()),
         Trial::new(|battery| battery.shared_rows()),
         Trial::new(|battery| battery.rules()),
     ];

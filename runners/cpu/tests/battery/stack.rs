@@ -36,6 +36,9 @@ const MIXED: StackExperts = StackExperts {
         renormalise: Renormalise::Sum,
         scale: 1.0,
     },
+    hashed: 0,
+    latent: false,
+    shared: false,
 };
 const MIXTURES: usize = LAYERS - MIXED.dense;
 
@@ -62,7 +65,15 @@ impl Battery<'_> {
             let scene = Scene::small(RANKS).with(|scene| scene.configuration.dcp = 2);
             let mut session = scene.open(self.engine);
             for (number, (requests, padding)) in STEPS.iter().enumerate() {
-                let plan = StackPlan { layers: LAYERS, stream, experts: Some(MIXED), drafts: 0 };
+                let plan = StackPlan {
+                    layers: LAYERS,
+                    stream,
+                    experts: Some(MIXED),
+                    pattern: None,
+                    recurrent: None,
+                    list: None,
+                    drafts: 0,
+                };
                 let operation = Operation::Forward { plan };
                 let reply = step(session.as_mut(), &operation, &mut inputs(number, requests, *padding));
                 self.reply("stack", &SHOWN, &reply);

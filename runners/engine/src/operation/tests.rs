@@ -63,7 +63,15 @@ fn an_operation_survives_a_json_round_trip() {
         Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
         Operation::Forward {
-            plan: StackPlan { layers: 3, stream: StreamLayout::Sharded, experts: None, drafts: 2 },
+            plan: StackPlan {
+                layers: 3,
+                stream: StreamLayout::Sharded,
+                experts: None,
+                pattern: None,
+                recurrent: None,
+                list: None,
+                    drafts: 2,
+            },
         },
     ] {
         let text = serde_json::to_string(&operation).unwrap();
