@@ -11,8 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, AttendPcpCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SelectedTokens,
-    SequenceCase, StackCase, Workload,
+    AcceptanceCase, AttendPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase,
+    SelectedTokens, SequenceCase, StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -34,6 +34,8 @@ pub enum Family {
     SelectSparse,
     /// Attention over the tokens that were selected for a row.
     AttendSelected,
+    /// Layers that share a selection.
+    IndexLayers,
     /// Kimi delta attention.
     Kda,
     /// KV write and read back.
@@ -68,11 +70,12 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 22] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
         Self::SelectSparse,
+        Self::IndexLayers,
         Self::Kda,
         Self::Write,
         Self::PackLse,
@@ -101,6 +104,7 @@ impl Family {
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
+            Self::IndexLayers => "index_layers",
             Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
@@ -129,6 +133,7 @@ impl Family {
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::AttendSelected => Some(OperationKind::AttendSelected),
+            Self::IndexLayers => Some(OperationKind::IndexLayers),
             Self::Kda => Some(OperationKind::Kda),
             Self::Stack => Some(OperationKind::Forward),
             Self::Write => Some(OperationKind::WriteKv),
@@ -367,6 +372,8 @@ pub enum Body {
     Acceptance(AcceptanceCase),
     /// Selection of the tokens that rows attend to.
     SelectSparse(SelectCase),
+    /// Layers that share a selection.
+    IndexLayers(IndexLayersCase),
     /// Steps of a session of Kimi delta attention.
     Kda(KdaCase),
     /// Steps of one session.
@@ -434,6 +441,7 @@ impl Case {
             Body::AttendPcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
+            Body::IndexLayers(case) => return Some(case.operation()),
             Body::Kda(case) => return Some(case.operation()),
             Body::Stack(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
@@ -457,6 +465,7 @@ impl Case {
             | Family::Acceptance
             | Family::SelectSparse
             | Family::AttendSelected
+            | Family::IndexLayers
             | Family::Kda
             | Family::Route
             | Family::Moe
@@ -477,6 +486,7 @@ impl Case {
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),
             Body::SelectSparse(case) => Some(case.configuration()),
+            Body::IndexLayers(case) => Some(case.configuration()),
             Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Stack(case) => Some(case.configuration().clone()),

@@ -29,9 +29,9 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase,
-    MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase,
-    SelectedTokens, SequenceCase, StackCase, StateView, Workload, rules,
+    AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family,
+    IndexLayersCase, KdaCase, MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request,
+    RouteCase, SelectCase, SelectedTokens, SequenceCase, StackCase, StateView, Workload, rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -67,6 +67,7 @@ impl Case {
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::SelectSparse(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::IndexLayers(case) => format!("{family}/{}", case.spell()),
             Body::Kda(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
@@ -98,6 +99,11 @@ impl FromStr for Case {
             };
             let body = SelectCase::read(selector, layout, workload, pattern).map_err(fail)?;
             Self::select_sparse(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::IndexLayers {
+            let [_, period, pattern, types] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; an index_layers id has 4", parts.len())));
+            };
+            Self::index_layers(IndexLayersCase::read(period, pattern, types).map_err(fail)?)
         } else if family == Family::Kda {
             let [_, layer, ranks, steps, pattern, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a kda id has 6", parts.len())));

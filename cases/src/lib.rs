@@ -6,6 +6,7 @@ mod case;
 mod check;
 pub mod covering;
 mod id;
+mod index_layers;
 mod inputs;
 mod kda;
 mod merge;
@@ -31,6 +32,7 @@ pub use case::{
 };
 pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
 pub use id::default_blocks;
+pub use index_layers::IndexLayersCase;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
 pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, generate_kda};
 pub use merge::{MergeInputs, active_segments, generate_merge};

@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod experts;
+mod index_layers;
 mod kda;
 mod prefill;
 mod selected;
@@ -140,6 +141,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
+    for part in &file.index_layers {
+        part.collect(seed, &mut suite);
+    }
     // behind all others, whose cases keep the seeds that they had without these
     for part in &file.attend_pcp {
         part.collect(seed, &mut suite);
@@ -167,6 +171,7 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
+        Body::IndexLayers(body) => vec![body.sharing.rule.to_string()],
         Body::Kda(body) => {
             [body.tp, body.dcp, body.key_dim, body.value_dim].map(|size| format!("{size:08}")).to_vec()
         }
@@ -202,8 +207,8 @@ impl Collector {
         if !self.known.insert(case.id()) {
             return false;
         }
-        // nothing is drawn for the layout of a batch
-        if !matches!(case.body, Body::Pcp(_)) {
+        // nothing is drawn for the layout of a batch and for layers
+        if !matches!(case.body, Body::Pcp(_) | Body::IndexLayers(_)) {
             case.seed = self.seeds.below(CASE_SEEDS);
         }
         if let Err(error) = case.check() {
@@ -255,6 +260,8 @@ struct SuiteFile {
     select_sparse: Vec<sparse::SelectPart>,
     #[serde(default)]
     attend_selected: Vec<selected::SelectedPart>,
+    #[serde(default)]
+    index_layers: Vec<index_layers::IndexLayersPart>,
     #[serde(default)]
     kda: Vec<kda::KdaPart>,
     #[serde(default)]

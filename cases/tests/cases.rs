@@ -114,6 +114,7 @@ fn every_family_names_the_operation_that_it_is_about() {
                     | Family::AttendPcp
                     | Family::Acceptance
                     | Family::SelectSparse
+                    | Family::IndexLayers
                     | Family::Kda
                     | Family::Stack
                     | Family::Route

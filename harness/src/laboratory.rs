@@ -472,6 +472,12 @@ impl<'a> Laboratory<'a> {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
             }
+            Material::Step => {
+                let asked = self.case.configuration().zip(self.case.operation());
+                let (configuration, operation) =
+                    asked.ok_or_else(|| Halt::Inconclusive("the case has no step".to_owned()))?;
+                Run::open(&self.engine, &configuration)?.step(&operation, &Tensors::new())
+            }
             Material::Delta(_) | Material::Stack(_) => {
                 let nothing = || Halt::Inconclusive("the case has no step".to_owned());
                 self.stepped()?.last().cloned().ok_or_else(nothing)

@@ -57,6 +57,8 @@ pub enum Material {
     Sequence(Box<SequenceMaterial>),
     /// Steps of a session through all layers of a transformer.
     Stack(Box<StackMaterial>),
+    /// A step without inputs needs none but itself.
+    Step,
     /// Configuration rules need none.
     Rules,
 }
@@ -90,6 +92,7 @@ impl Material {
                 SequenceMaterial::new(own, seed, profile).map(Box::new).map(Self::Sequence)
             }
             Body::Stack(own) => StackMaterial::new(own, seed, profile).map(Box::new).map(Self::Stack),
+            Body::IndexLayers(_) => Ok(Self::Step),
             Body::Rules(_) => Ok(Self::Rules),
         }
     }

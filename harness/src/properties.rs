@@ -20,6 +20,7 @@ mod rules;
 mod segments;
 mod selected;
 mod sequence;
+mod sharing;
 mod sparse;
 mod stack;
 mod states;
@@ -76,6 +77,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         acceptance::PROPERTIES,
         sparse::PROPERTIES,
         selected::PROPERTIES,
+        sharing::PROPERTIES,
         kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,

@@ -17,6 +17,7 @@
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`sparse`] — which tokens an indexer selects for a row.
+//! * [`sharing`] — which layers compute such a selection, and which share one.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`probe`] — inputs whose right answers are integers.
@@ -34,6 +35,7 @@ pub mod moments;
 pub mod pcp;
 pub mod probable;
 pub mod probe;
+pub mod sharing;
 pub mod sparse;
 pub mod split;
 pub mod stack;

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 12] = [
+const CASES: [(&str, &str); 13] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -54,6 +54,7 @@ const CASES: [(&str, &str); 12] = [
         "selection of tokens",
         "select_sparse/exact.packed.k8.i4.d16.bf16/tp4.dcp2.s2.b8.n12/12+3_0+1.pad2.shuf/random/7",
     ),
+    ("layers that share a selection", "index_layers/atom.l12.m1.kept.f4.o3/FFFSSSF/FFSS"),
     (
         "attention over selected tokens",
         "attend_selected/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo/12+3_0+0_7+2.pad2.shuf/k4.packed.ragged/gaussian/7",
@@ -71,6 +72,7 @@ pub fn operations() -> String {
          in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\
          in select_sparse I heads of the indexer and D their width, k tokens of a row, m entries of a request's blocks;\n\
          in attend_selected k the most tokens of a row;\n\
+         in index_layers n layers, those of the drafts behind the model's own;\n\
          in kda P = tp ranks, H query and key heads of all ranks and HV value heads, K and V their widths, taps of the convolution, C channels\n\
          of a rank: H / P·K of queries, as many of keys, HV / P·V of values;\n\
          in forward L layers, V tokens of the vocabulary, h width of the stream and I of an MLP, P rotary width, Vo width of a head behind\n\

@@ -22,6 +22,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Acceptance,
         Family::SelectSparse,
         Family::AttendSelected,
+        Family::IndexLayers,
         Family::Kda,
         Family::Write,
         Family::Decode,

@@ -21,6 +21,7 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),
         Body::SelectSparse(select) => sparse::moves(case, select),
+        Body::IndexLayers(layers) => sparse::layer_moves(layers),
         Body::Kda(kda) => kda_moves(kda, case.seed),
         Body::Sequence(sequence) => session::moves(case, sequence),
         Body::Stack(stack) => stack::moves(case, stack),

@@ -54,6 +54,7 @@ impl Size {
                 dims: acceptance.vocabulary,
             },
             Body::SelectSparse(select) => sparse::size(select),
+            Body::IndexLayers(layers) => sparse::layer_size(layers),
             Body::Kda(kda) => Self {
                 tokens: kda.rows(),
                 world: kda.tp,
@@ -121,6 +122,7 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             acceptance.requests.iter().filter(|request| request.none_at.is_some()).count() as u64,
         ],
         Body::SelectSparse(select) => sparse::plainness(select),
+        Body::IndexLayers(layers) => sparse::layer_plainness(layers),
         Body::Kda(kda) => vec![
             kda.steps.len() as u64,
             kda.steps.iter().map(Vec::len).sum::<usize>() as u64,
@@ -156,6 +158,7 @@ pub fn work(case: &Case) -> usize {
             (acceptance.rows().max(1000) + 1) * acceptance.vocabulary * acceptance.ranks
         }
         Body::SelectSparse(select) => sparse::work(select),
+        Body::IndexLayers(layers) => layers.sharing.layers + layers.sharing.draft_layers,
         Body::Kda(kda) => {
             (kda.rows() + 1) * kda.value_heads * kda.key_dim * (kda.value_dim + kda.chunk) + 1000 * kda.tp
         }

@@ -23,6 +23,7 @@ mod segments;
 mod selected;
 mod settings;
 mod shared_rows;
+mod sharing;
 mod small;
 mod sparse;
 mod stack;
@@ -181,6 +182,7 @@ pub fn faults() -> &'static [Fault] {
             acceptance::FAULTS,
             sparse::FAULTS,
             selected::FAULTS,
+            sharing::FAULTS,
             kda::FAULTS,
             stack::FAULTS,
         ]

@@ -18,6 +18,7 @@ use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::selected::SelectedPolicies;
+use crate::sharing::SharingPolicies;
 use crate::sparse::SparsePolicies;
 use crate::stack::StackPolicies;
 use crate::states::SegmentPolicies;
@@ -101,6 +102,8 @@ pub struct Policies {
     pub sparse: SparsePolicies,
     /// Attention over selected tokens.
     pub selected: SelectedPolicies,
+    /// Layers that share a selection.
+    pub sharing: SharingPolicies,
     /// Kimi delta attention.
     pub kda: KdaPolicies,
     /// Whole transformers.
@@ -128,6 +131,7 @@ impl Policies {
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
         selected: SelectedPolicies::HEALTHY,
+        sharing: SharingPolicies::HEALTHY,
         kda: KdaPolicies::HEALTHY,
         stack: StackPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,

@@ -79,6 +79,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ImportCache
         | OperationKind::PackLse
         | OperationKind::PcpLayout
+        | OperationKind::IndexLayers
         | OperationKind::AcceptDrafts => None,
     };
     let observables = kind

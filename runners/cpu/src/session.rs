@@ -23,6 +23,7 @@ use crate::prefill::attention::attend_pcp;
 use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::selected::{Plan, Plans, Selection};
+use crate::sharing::index_layers;
 use crate::sparse;
 use crate::stack::{Scene, StackMemory, forward};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
@@ -185,6 +186,7 @@ impl Group {
                 let shape = (&self.configuration, self.grids.derived);
                 sparse::select(shape, inputs, &batch, selector, ranks, (&policies.layout, &policies.sparse))
             }
+            Operation::IndexLayers { ref sharing } => index_layers(sharing, &policies.sharing),
             Operation::Kda { plan } => {
                 let ranks = (configuration.tp, configuration.dcp);
                 self.kda.step(inputs, plan, ranks, &policies.kda)

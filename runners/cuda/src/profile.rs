@@ -66,6 +66,7 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 const WITHOUT_KERNELS: &[OperationKind] = &[
     OperationKind::AttendPcp,
     OperationKind::AcceptDrafts,
+    OperationKind::IndexLayers,
     OperationKind::SelectSparse,
     OperationKind::Kda,
     OperationKind::Forward,
@@ -125,6 +126,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::PcpLayout
         | OperationKind::AcceptDrafts
         | OperationKind::SelectSparse
+        | OperationKind::IndexLayers
         | OperationKind::Kda
         | OperationKind::Forward
         | OperationKind::AttendPcp

@@ -186,6 +186,7 @@ impl Group {
             Operation::InGroup { .. }
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
+            | Operation::IndexLayers { .. }
             | Operation::Kda { .. }
             | Operation::Forward { .. }
             | Operation::AttendPcp { .. } => {
@@ -280,6 +281,9 @@ impl Session for CudaSession {
             }
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
+            }
+            Operation::IndexLayers { .. } => {
+                return unsupported("no model is loaded whose layers could share".to_owned());
             }
             Operation::SelectSparse { .. } => {
                 return unsupported("there is no kernel of an indexer".to_owned());

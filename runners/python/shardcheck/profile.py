@@ -31,6 +31,7 @@ OPERATIONS = (
     "attend_pcp",
     "attend_selected",
     "kda",
+    "index_layers",
     "forward",
 )
 """Every operation, which is also the name of the session's method."""

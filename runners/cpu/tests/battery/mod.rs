@@ -58,6 +58,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
         Trial::new(|battery| battery.selections()),
+        Trial::new(|battery| battery.layers_that_share()),
         Trial::new(|battery| battery.selected()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),

@@ -61,6 +61,18 @@ fn an_operation_survives_a_json_round_trip() {
             },
         },
         Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
+        Operation::IndexLayers {
+            sharing: crate::IndexSharing {
+                rule: crate::SharingRule::Atom,
+                layers: 4,
+                draft_layers: 1,
+                index_cache: true,
+                frequency: 2,
+                offset: Some(3),
+                pattern: None,
+                types: Some(vec![crate::IndexerType::Full, crate::IndexerType::Shared]),
+            },
+        },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
         Operation::Forward { plan: StackPlan { layers: 3, stream: StreamLayout::Sharded, experts: None } },
     ] {
