@@ -11,8 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, AttendPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase,
-    SelectedTokens, SequenceCase, StackCase, Workload,
+    AcceptanceCase, AttendPcpCase, CompressPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe,
+    RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -28,6 +28,10 @@ pub enum Family {
     Pcp,
     /// Attention of rows that lie on the ranks of prefill context parallelism.
     AttendPcp,
+    /// Selection of tokens for the rows of a shared batch.
+    SelectPcp,
+    /// Compression of the tokens of a shared batch.
+    CompressPcp,
     /// Acceptance of drafted tokens.
     Acceptance,
     /// Selection of the tokens that rows attend to.
@@ -70,12 +74,14 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 24] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
         Self::SelectSparse,
         Self::IndexLayers,
+        Self::SelectPcp,
+        Self::CompressPcp,
         Self::Kda,
         Self::Write,
         Self::PackLse,
@@ -101,6 +107,8 @@ impl Family {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
             Self::AttendPcp => "attend_pcp",
+            Self::SelectPcp => "select_pcp",
+            Self::CompressPcp => "compress_pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
@@ -130,6 +138,8 @@ impl Family {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::AttendPcp => Some(OperationKind::AttendPcp),
+            Self::SelectPcp => Some(OperationKind::SelectPcp),
+            Self::CompressPcp => Some(OperationKind::CompressPcp),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::AttendSelected => Some(OperationKind::AttendSelected),
@@ -364,6 +374,10 @@ pub enum Body {
     Pcp(PcpCase),
     /// Attention of rows that lie on the ranks of prefill context parallelism.
     AttendPcp(AttendPcpCase),
+    /// Selection of tokens for the rows of a shared batch.
+    SelectPcp(SelectPcpCase),
+    /// Compression of the tokens of a shared batch.
+    CompressPcp(CompressPcpCase),
     /// Experts of given logits.
     Route(RouteCase),
     /// A layer of experts over ranks.
@@ -439,6 +453,8 @@ impl Case {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
             Body::AttendPcp(case) => return Some(case.operation(0)),
+            Body::SelectPcp(case) => return Some(case.operation(0)),
+            Body::CompressPcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
             Body::IndexLayers(case) => return Some(case.operation()),
@@ -462,6 +478,8 @@ impl Case {
             Family::PackLse => Operation::PackLse,
             Family::Pcp
             | Family::AttendPcp
+            | Family::SelectPcp
+            | Family::CompressPcp
             | Family::Acceptance
             | Family::SelectSparse
             | Family::AttendSelected
@@ -481,6 +499,8 @@ impl Case {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
             Body::Pcp(case) => Some(case.configuration()),
+            Body::SelectPcp(case) => Some(case.batch.configuration()),
+            Body::CompressPcp(case) => Some(case.batch.configuration()),
             Body::AttendPcp(case) => Some(case.configuration.clone()),
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),

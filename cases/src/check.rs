@@ -40,6 +40,8 @@ impl Case {
             }
             Body::Pcp(case) if self.family == Family::Pcp => case.check(),
             Body::AttendPcp(case) if self.family == Family::AttendPcp => case.check(),
+            Body::SelectPcp(case) if self.family == Family::SelectPcp => case.check(),
+            Body::CompressPcp(case) if self.family == Family::CompressPcp => case.check(),
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
@@ -69,6 +71,9 @@ impl Case {
             }
             Body::SelectSparse(_) => {
                 out_of_range(format!("family {} does not go with a select_sparse body", self.family))
+            }
+            Body::SelectPcp(_) | Body::CompressPcp(_) => {
+                out_of_range(format!("family {} does not go with a body of shared rows", self.family))
             }
             Body::IndexLayers(_) => {
                 out_of_range(format!("family {} does not go with an index_layers body", self.family))

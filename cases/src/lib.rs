@@ -39,6 +39,8 @@ pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};
 pub use moe::{ExpertWeights, MoeCase};
 pub use pcp::attention::AttendPcpCase;
+pub use pcp::compression::{CompressPcpCase, GatePattern, held_tokens};
+pub use pcp::selection::SelectPcpCase;
 pub use pcp::{PcpCase, PcpRequest};
 pub use probe::Probe;
 pub use route::{LogitPattern, RouteCase, TOKEN_IDS};

@@ -148,6 +148,9 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.attend_pcp {
         part.collect(seed, &mut suite);
     }
+    for part in &file.shared {
+        part.collect(seed, &mut suite);
+    }
     for set in &file.rules {
         for rule in rules::rule_set(*set) {
             suite.cases.push(Case::rules(rule.clone()));
@@ -178,6 +181,8 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
         Body::SelectSparse(body) => key_of("", &body.configuration()),
         Body::AttendPcp(body) => key_of(&body.model, &body.configuration),
+        Body::SelectPcp(body) => vec![format!("{:08}", body.top_k)],
+        Body::CompressPcp(body) => vec![format!("{:08}", body.ratio)],
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
         Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
@@ -250,6 +255,8 @@ struct SuiteFile {
     pcp: Vec<prefill::PcpPart>,
     #[serde(default)]
     attend_pcp: Vec<prefill::AttendPcpPart>,
+    #[serde(default)]
+    shared: Vec<prefill::SharedPart>,
     #[serde(default)]
     route: Vec<experts::RoutePart>,
     #[serde(default)]

@@ -2,10 +2,12 @@
 
 mod acceptance;
 mod attend;
+mod compress;
 mod context;
 mod equal;
 mod general;
 mod identity;
+mod index;
 mod inputs;
 mod kda;
 mod layout;
@@ -85,6 +87,8 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         probe::PROPERTIES,
         context::PROPERTIES,
         prefill::PROPERTIES,
+        index::PROPERTIES,
+        compress::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,
         segments::PROPERTIES,

@@ -18,6 +18,7 @@
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`sparse`] — which tokens an indexer selects for a row.
 //! * [`sharing`] — which layers compute such a selection, and which share one.
+//! * [`compressor`] — entries that blocks of tokens are pooled into.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`probe`] — inputs whose right answers are integers.
@@ -26,6 +27,7 @@ pub mod acceptance;
 pub mod attention;
 pub mod bound;
 pub mod chunk;
+pub mod compressor;
 pub mod exp;
 pub mod kda;
 pub mod layout;

@@ -102,6 +102,12 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::AttendPcp => {
             "attention of a batch whose rows lie on the ranks of prefill context parallelism, over the gathered keys of all"
         }
+        Family::SelectPcp => {
+            "to select tokens for the rows of a shared batch by the indexer's keys of all positions, and to bring the selections back"
+        }
+        Family::CompressPcp => {
+            "to pool blocks of tokens whose rows lie on the ranks of prefill context parallelism into one entry each"
+        }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"
         }

@@ -17,6 +17,8 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Layout,
         Family::Pcp,
         Family::AttendPcp,
+        Family::SelectPcp,
+        Family::CompressPcp,
         Family::Route,
         Family::Moe,
         Family::Acceptance,

@@ -25,6 +25,8 @@ impl NumberAxis {
             Body::AttendPcp(shared) => {
                 self.of_pcp(&shared.batch).or_else(|| self.of_session(&shared.configuration))
             }
+            Body::SelectPcp(shared) => self.of_pcp(&shared.batch),
+            Body::CompressPcp(shared) => self.of_pcp(&shared.batch),
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),
             Body::Acceptance(acceptance) => self.of_acceptance(acceptance),

@@ -17,6 +17,8 @@ pub(crate) fn moves(case: &Case) -> Vec<Case> {
         Body::Merge(merge) => merge_moves(case, merge),
         Body::Pcp(pcp) => prefill::moves(pcp),
         Body::AttendPcp(shared) => prefill::attention_moves(case, shared),
+        Body::SelectPcp(shared) => prefill::selection_moves(case, shared),
+        Body::CompressPcp(shared) => prefill::compression_moves(case, shared),
         Body::Route(route) => experts::route_moves(case, route),
         Body::Moe(moe) => experts::moe_moves(case, moe),
         Body::Acceptance(acceptance) => acceptance_moves(acceptance, case.seed),

@@ -43,6 +43,8 @@ impl Size {
             },
             Body::Pcp(pcp) => prefill::batch_size(pcp),
             Body::AttendPcp(shared) => prefill::size(shared),
+            Body::SelectPcp(shared) => prefill::selection_size(shared),
+            Body::CompressPcp(shared) => prefill::compression_size(shared),
             Body::Route(route) => experts::route_size(route),
             Body::Moe(moe) => experts::moe_size(moe),
             Body::Acceptance(acceptance) => Self {
@@ -114,6 +116,8 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
         Body::Merge(merge) => merge_plainness(merge),
         Body::Pcp(pcp) => prefill::batch_plainness(pcp),
         Body::AttendPcp(shared) => prefill::plainness(shared),
+        Body::SelectPcp(shared) => prefill::selection_plainness(shared),
+        Body::CompressPcp(shared) => prefill::compression_plainness(shared),
         Body::Route(route) => experts::route_plainness(route),
         Body::Moe(moe) => experts::moe_plainness(moe),
         Body::Acceptance(acceptance) => vec![
@@ -151,6 +155,8 @@ pub fn work(case: &Case) -> usize {
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
         Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
         Body::AttendPcp(shared) => prefill::work(shared),
+        Body::SelectPcp(shared) => prefill::selection_work(shared),
+        Body::CompressPcp(shared) => (shared.batch.rows() + 1) * shared.batch.world * shared.columns(),
         Body::Route(route) => (route.tokens + 1) * route.experts,
         Body::Moe(moe) => experts::moe_work(moe),
         // an enumeration has its few thousand rows of three tokens

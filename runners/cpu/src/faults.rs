@@ -4,6 +4,7 @@ mod acceptance;
 mod attention;
 mod cache;
 mod causal;
+mod compress;
 mod context;
 mod exchange;
 mod gates;
@@ -22,6 +23,7 @@ mod scales;
 mod segments;
 mod selected;
 mod settings;
+mod shared_index;
 mod shared_rows;
 mod sharing;
 mod small;
@@ -177,6 +179,8 @@ pub fn faults() -> &'static [Fault] {
             kv_groups::FAULTS,
             prefill::FAULTS,
             shared_rows::FAULTS,
+            shared_index::FAULTS,
+            compress::FAULTS,
             router::FAULTS,
             moe::FAULTS,
             acceptance::FAULTS,

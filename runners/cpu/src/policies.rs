@@ -14,6 +14,8 @@ use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
 use crate::prefill::PrefillPolicies;
 use crate::prefill::attention::PcpPolicies;
+use crate::prefill::compressing::CompressPolicies;
+use crate::prefill::indexing::IndexPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
@@ -94,6 +96,10 @@ pub struct Policies {
     pub prefill: PrefillPolicies,
     /// Attention under prefill context parallelism.
     pub pcp: PcpPolicies,
+    /// Selection of tokens under prefill context parallelism.
+    pub index: IndexPolicies,
+    /// Compression of tokens under prefill context parallelism.
+    pub compress: CompressPolicies,
     /// Layers of experts.
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
@@ -127,6 +133,8 @@ impl Policies {
         transfer: TransferPolicies::HEALTHY,
         prefill: PrefillPolicies::HEALTHY,
         pcp: PcpPolicies::HEALTHY,
+        index: IndexPolicies::HEALTHY,
+        compress: CompressPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,

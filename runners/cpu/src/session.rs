@@ -20,6 +20,8 @@ use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::attention::attend_pcp;
+use crate::prefill::compressing::compress_pcp;
+use crate::prefill::indexing::select_pcp;
 use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::selected::{Plan, Plans, Selection};
@@ -174,6 +176,12 @@ impl Group {
             }
             Operation::AttendPcp { plan } => {
                 attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
+            }
+            Operation::SelectPcp { plan } => {
+                select_pcp(inputs, plan, ranks, (&policies.prefill, &policies.index))
+            }
+            Operation::CompressPcp { plan } => {
+                compress_pcp(inputs, plan, ranks, (&policies.prefill, &policies.compress))
             }
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),

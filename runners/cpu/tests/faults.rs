@@ -53,6 +53,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
         ("pcp" | "prefill", _) => parts_of_prefill(family, what),
+        ("index" | "compress", _) => parts_of_shared_tokens(family, what),
         ("sharing", "layers") => all(&["sharing"], &["computes"]),
         ("sharing", "source") => all(&["sharing"], &["source"]),
         ("sharing", _) => all(&["sharing"], &["rebuilds"]),
@@ -121,6 +122,23 @@ fn parts_of_prefill(family: &str, what: &str) -> Vec<String> {
         _ => &["out"],
     };
     names.iter().map(|name| format!("{family}.{name}")).collect()
+}
+
+/// Of an indexer and a compressor of shared rows.
+fn parts_of_shared_tokens(family: &str, what: &str) -> Vec<String> {
+    let name = match (family, what) {
+        (_, "rows") => "rows",
+        ("index", "bounds") => "row_lens",
+        ("index", "gather") => "gathered_key",
+        ("index", "scores") => "index_scores",
+        ("index", "choice" | "padding") => "local_topk",
+        ("index", _) => "topk",
+        (_, "blocks") => "entry_start_loc",
+        (_, "visible") => "entry_lens",
+        (_, "state") => "new_state_kv",
+        _ => "entries",
+    };
+    vec![format!("{family}.{name}")]
 }
 
 /// Parts that show attention over selected tokens.

@@ -65,6 +65,8 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 /// Operations that no kernel does.
 const WITHOUT_KERNELS: &[OperationKind] = &[
     OperationKind::AttendPcp,
+    OperationKind::SelectPcp,
+    OperationKind::CompressPcp,
     OperationKind::AcceptDrafts,
     OperationKind::IndexLayers,
     OperationKind::SelectSparse,
@@ -130,6 +132,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::Kda
         | OperationKind::Forward
         | OperationKind::AttendPcp
+        | OperationKind::SelectPcp
+        | OperationKind::CompressPcp
         | OperationKind::PackLse => None,
     };
     let observables = kind

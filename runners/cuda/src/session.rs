@@ -189,7 +189,9 @@ impl Group {
             | Operation::IndexLayers { .. }
             | Operation::Kda { .. }
             | Operation::Forward { .. }
-            | Operation::AttendPcp { .. } => {
+            | Operation::AttendPcp { .. }
+            | Operation::SelectPcp { .. }
+            | Operation::CompressPcp { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -293,6 +295,11 @@ impl Session for CudaSession {
             }
             Operation::AttendPcp { .. } => {
                 return unsupported("no kernel attends for rows that are shared out".to_owned());
+            }
+            Operation::SelectPcp { .. } | Operation::CompressPcp { .. } => {
+                return unsupported(
+                    "no kernel selects or compresses for rows that are shared out".to_owned(),
+                );
             }
             Operation::AttendSelected { .. } if !self.attends_latents(number) => {
                 return unsupported("the kernel of selected tokens is that of MLA".to_owned());

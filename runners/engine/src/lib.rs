@@ -9,6 +9,7 @@ mod acceptance;
 pub mod archive;
 mod configuration;
 mod effective;
+mod indexing;
 mod kda;
 mod large;
 mod moe;
@@ -26,6 +27,7 @@ mod vocabulary;
 pub use acceptance::AcceptanceMethod;
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
+pub use indexing::{CompressPlan, IndexPlan};
 pub use kda::{KdaGate, KdaPlan};
 pub use moe::{
     Activation, ExpertChoice, ExpertSharding, MaskedFill, MoeExchange, MoePlan, Renormalise, Router, Scoring,

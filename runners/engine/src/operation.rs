@@ -8,10 +8,10 @@ use std::str::FromStr;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    AcceptanceMethod, IndexSharing, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan, PcpStrategy, Router,
-    Selector, SlotList, StackPlan, Tensor, Tensors,
+    AcceptanceMethod, CompressPlan, IndexPlan, IndexSharing, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan,
+    PcpStrategy, Router, Selector, SlotList, StackPlan, Tensor, Tensors,
 };
-use crate::{acceptance, kda, moe, prefill, sharing, sparse, stack};
+use crate::{acceptance, indexing, kda, moe, prefill, sharing, sparse, stack};
 
 use tensors::{
     ATTEND, CONTEXT, IMPORT_CACHE, LAYOUT, LOAD_CACHE, MERGE_PARTIALS, MERGE_SEGMENTS, MERGE_STATES,
@@ -127,6 +127,22 @@ pub enum Operation {
         /// How rows are shared out, and what queries are cast to.
         plan: PcpPlan,
     },
+    /// Select the tokens that each row of a shared batch attends to: each rank scores its own rows by the gathered keys of all positions
+    /// before them, and what is selected is gathered and brought back into the batch's order.
+    ///
+    /// `P`, `R` and `N` as in [`Self::PcpLayout`]; `I`, `D` and `k` as in [`Self::SelectSparse`]. No rank of the session is asked for.
+    SelectPcp {
+        /// How rows are shared out, and how many tokens they select.
+        plan: IndexPlan,
+    },
+    /// Compress the tokens of a shared batch: blocks of `m` consecutive tokens of a request are pooled into an entry each by softmax gates,
+    /// whatever ranks their rows are on (DeepSeek-V4 `Compressor`, without the norm, the rotation and the cast behind it).
+    ///
+    /// `P`, `R` and `N` as in [`Self::PcpLayout`]; `d` columns of an entry. No rank of the session is asked for.
+    CompressPcp {
+        /// How rows are shared out, and what a block is.
+        plan: CompressPlan,
+    },
     /// Choose the experts of given logits: `N` tokens, `E` experts, `k` of them for each token.
     Route {
         /// How they are chosen and weighed.
@@ -240,6 +256,10 @@ pub enum OperationKind {
     PcpLayout,
     /// [`Operation::AttendPcp`].
     AttendPcp,
+    /// [`Operation::SelectPcp`].
+    SelectPcp,
+    /// [`Operation::CompressPcp`].
+    CompressPcp,
     /// [`Operation::Route`].
     Route,
     /// [`Operation::Moe`].
@@ -312,6 +332,8 @@ impl Operation {
             Self::InGroup { step, .. } => step.kind(inputs),
             Self::PcpLayout { .. } => OperationKind::PcpLayout,
             Self::AttendPcp { .. } => OperationKind::AttendPcp,
+            Self::SelectPcp { .. } => OperationKind::SelectPcp,
+            Self::CompressPcp { .. } => OperationKind::CompressPcp,
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
@@ -332,7 +354,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 23] = [
+    pub const ALL: [Self; 25] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -348,6 +370,8 @@ impl OperationKind {
         Self::PackLse,
         Self::PcpLayout,
         Self::AttendPcp,
+        Self::SelectPcp,
+        Self::CompressPcp,
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
@@ -376,6 +400,8 @@ impl OperationKind {
             Self::PackLse => "pack_lse",
             Self::PcpLayout => "pcp_layout",
             Self::AttendPcp => "attend_pcp",
+            Self::SelectPcp => "select_pcp",
+            Self::CompressPcp => "compress_pcp",
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
@@ -403,6 +429,8 @@ impl OperationKind {
             Self::PackLse => PACK_LSE,
             Self::PcpLayout => prefill::LAYOUT,
             Self::AttendPcp => prefill::ATTEND,
+            Self::SelectPcp => indexing::SELECT,
+            Self::CompressPcp => indexing::COMPRESS,
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,

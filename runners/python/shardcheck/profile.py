@@ -29,6 +29,8 @@ OPERATIONS = (
     "accept_drafts",
     "select_sparse",
     "attend_pcp",
+    "select_pcp",
+    "compress_pcp",
     "attend_selected",
     "kda",
     "index_layers",

@@ -63,6 +63,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
         Trial::new(|battery| battery.shared_rows()),
+        Trial::new(|battery| battery.shared_tokens()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
