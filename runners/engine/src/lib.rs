@@ -37,7 +37,7 @@ pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, Ten
 pub use prefill::{PcpDecodes, PcpPlan, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
-pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
+pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation, Warning};
 pub use sharing::{IndexSharing, IndexerType, SharingRule};
 pub use sparse::{SelectionMode, Selector, SlotList};
 pub use stack::{StackExperts, StackPlan, StreamLayout};
