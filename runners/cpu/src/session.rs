@@ -171,18 +171,10 @@ impl Group {
             Operation::MergeStates => merge_two_states(inputs, policies),
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
             Operation::PackLse => pack_lse(configuration, inputs, policies),
-            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
-                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, &policies.prefill)
-            }
-            Operation::AttendPcp { plan } => {
-                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
-            }
-            Operation::SelectPcp { plan } => {
-                select_pcp(inputs, plan, ranks, (&policies.prefill, &policies.index))
-            }
-            Operation::CompressPcp { plan } => {
-                compress_pcp(inputs, plan, ranks, (&policies.prefill, &policies.compress))
-            }
+            Operation::PcpLayout { .. }
+            | Operation::AttendPcp { .. }
+            | Operation::SelectPcp { .. }
+            | Operation::CompressPcp { .. } => self.share(operation, inputs, ranks, policies),
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::AcceptDrafts { method, ranks } => {
@@ -201,6 +193,30 @@ impl Group {
             }
             Operation::Forward { plan } => self.forward(inputs, plan, ranks, policies),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
+        }
+    }
+
+    /// A step for rows that lie on the ranks of prefill context parallelism.
+    fn share(
+        &self,
+        operation: &Operation,
+        inputs: &Tensors,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let prefill = &policies.prefill;
+        match *operation {
+            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, prefill)
+            }
+            Operation::AttendPcp { plan } => {
+                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
+            }
+            Operation::SelectPcp { plan } => select_pcp(inputs, plan, ranks, (prefill, &policies.index)),
+            Operation::CompressPcp { plan } => {
+                compress_pcp(inputs, plan, ranks, (prefill, &policies.compress))
+            }
+            _ => unreachable!("the session has chosen the step"),
         }
     }
 

@@ -53,10 +53,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
         ("pcp" | "prefill", _) => parts_of_prefill(family, what),
-        ("index" | "compress", _) => parts_of_shared_tokens(family, what),
-        ("sharing", "layers") => all(&["sharing"], &["computes"]),
-        ("sharing", "source") => all(&["sharing"], &["source"]),
-        ("sharing", _) => all(&["sharing"], &["rebuilds"]),
+        ("index" | "compress" | "sharing", _) => parts_of_shared_tokens(family, what),
         ("kda", "state" | "gates") => all(&["kda"], &["state"]),
         ("kda", "core" | "window") => all(&["kda"], &[what]),
         ("kda", _) => all(&["kda"], &["out"]),
@@ -124,7 +121,7 @@ fn parts_of_prefill(family: &str, what: &str) -> Vec<String> {
     names.iter().map(|name| format!("{family}.{name}")).collect()
 }
 
-/// Of an indexer and a compressor of shared rows.
+/// Of an indexer and a compressor of shared rows, and of layers that share a selection.
 fn parts_of_shared_tokens(family: &str, what: &str) -> Vec<String> {
     let name = match (family, what) {
         (_, "rows") => "rows",
@@ -133,6 +130,9 @@ fn parts_of_shared_tokens(family: &str, what: &str) -> Vec<String> {
         ("index", "scores") => "index_scores",
         ("index", "choice" | "padding") => "local_topk",
         ("index", _) => "topk",
+        ("sharing", "layers") => "computes",
+        ("sharing", "source") => "source",
+        ("sharing", _) => "rebuilds",
         (_, "blocks") => "entry_start_loc",
         (_, "visible") => "entry_lens",
         (_, "state") => "new_state_kv",
