@@ -11,8 +11,8 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::{
-    AcceptanceCase, AttendPcpCase, KdaCase, MoeCase, PcpCase, Probe, RouteCase, SelectCase, SelectedTokens,
-    SequenceCase, StackCase, Workload,
+    AcceptanceCase, AttendPcpCase, CompressPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe,
+    RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -28,12 +28,18 @@ pub enum Family {
     Pcp,
     /// Attention of rows that lie on the ranks of prefill context parallelism.
     AttendPcp,
+    /// Selection of tokens for the rows of a shared batch.
+    SelectPcp,
+    /// Compression of the tokens of a shared batch.
+    CompressPcp,
     /// Acceptance of drafted tokens.
     Acceptance,
     /// Selection of the tokens that rows attend to.
     SelectSparse,
     /// Attention over the tokens that were selected for a row.
     AttendSelected,
+    /// Layers that share a selection.
+    IndexLayers,
     /// Kimi delta attention.
     Kda,
     /// KV write and read back.
@@ -68,11 +74,14 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 21] = [
+    pub const ALL: [Self; 24] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
         Self::SelectSparse,
+        Self::IndexLayers,
+        Self::SelectPcp,
+        Self::CompressPcp,
         Self::Kda,
         Self::Write,
         Self::PackLse,
@@ -98,9 +107,12 @@ impl Family {
             Self::Layout => "layout",
             Self::Pcp => "pcp",
             Self::AttendPcp => "attend_pcp",
+            Self::SelectPcp => "select_pcp",
+            Self::CompressPcp => "compress_pcp",
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
+            Self::IndexLayers => "index_layers",
             Self::Kda => "kda",
             Self::Write => "write",
             Self::Decode => "decode",
@@ -126,9 +138,12 @@ impl Family {
             Self::Layout => Some(OperationKind::Layout),
             Self::Pcp => Some(OperationKind::PcpLayout),
             Self::AttendPcp => Some(OperationKind::AttendPcp),
+            Self::SelectPcp => Some(OperationKind::SelectPcp),
+            Self::CompressPcp => Some(OperationKind::CompressPcp),
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::AttendSelected => Some(OperationKind::AttendSelected),
+            Self::IndexLayers => Some(OperationKind::IndexLayers),
             Self::Kda => Some(OperationKind::Kda),
             Self::Stack => Some(OperationKind::Forward),
             Self::Write => Some(OperationKind::WriteKv),
@@ -359,6 +374,10 @@ pub enum Body {
     Pcp(PcpCase),
     /// Attention of rows that lie on the ranks of prefill context parallelism.
     AttendPcp(AttendPcpCase),
+    /// Selection of tokens for the rows of a shared batch.
+    SelectPcp(SelectPcpCase),
+    /// Compression of the tokens of a shared batch.
+    CompressPcp(CompressPcpCase),
     /// Experts of given logits.
     Route(RouteCase),
     /// A layer of experts over ranks.
@@ -367,6 +386,8 @@ pub enum Body {
     Acceptance(AcceptanceCase),
     /// Selection of the tokens that rows attend to.
     SelectSparse(SelectCase),
+    /// Layers that share a selection.
+    IndexLayers(IndexLayersCase),
     /// Steps of a session of Kimi delta attention.
     Kda(KdaCase),
     /// Steps of one session.
@@ -432,8 +453,11 @@ impl Case {
         let chunk_budget_tokens = match &self.body {
             Body::Pcp(case) => return Some(case.operation(0)),
             Body::AttendPcp(case) => return Some(case.operation(0)),
+            Body::SelectPcp(case) => return Some(case.operation(0)),
+            Body::CompressPcp(case) => return Some(case.operation(0)),
             Body::Acceptance(case) => return Some(case.operation()),
             Body::SelectSparse(case) => return Some(case.operation()),
+            Body::IndexLayers(case) => return Some(case.operation()),
             Body::Kda(case) => return Some(case.operation()),
             Body::Stack(case) => return Some(case.operation()),
             Body::Route(case) => return Some(case.operation()),
@@ -454,9 +478,12 @@ impl Case {
             Family::PackLse => Operation::PackLse,
             Family::Pcp
             | Family::AttendPcp
+            | Family::SelectPcp
+            | Family::CompressPcp
             | Family::Acceptance
             | Family::SelectSparse
             | Family::AttendSelected
+            | Family::IndexLayers
             | Family::Kda
             | Family::Route
             | Family::Moe
@@ -472,11 +499,14 @@ impl Case {
             Body::Attention(case) => Some(case.configuration.clone()),
             Body::Merge(case) => Some(case.configuration(self.family)),
             Body::Pcp(case) => Some(case.configuration()),
+            Body::SelectPcp(case) => Some(case.batch.configuration()),
+            Body::CompressPcp(case) => Some(case.batch.configuration()),
             Body::AttendPcp(case) => Some(case.configuration.clone()),
             Body::Route(case) => Some(case.configuration()),
             Body::Moe(case) => Some(case.configuration()),
             Body::Acceptance(case) => Some(case.configuration()),
             Body::SelectSparse(case) => Some(case.configuration()),
+            Body::IndexLayers(case) => Some(case.configuration()),
             Body::Kda(case) => Some(case.configuration()),
             Body::Sequence(case) => Some(case.configuration.clone()),
             Body::Stack(case) => Some(case.configuration().clone()),

@@ -33,15 +33,20 @@ impl Case {
         match &self.body {
             Body::Attention(case) if self.family.is_attention() => check_attention(self.family, case),
             Body::Merge(case) if self.family.is_merge() => check_merge(self.family, case),
-            Body::Pcp(_) if self.family == Family::Pcp && self.seed != 0 => {
+            Body::Pcp(_) | Body::IndexLayers(_)
+                if self.seed != 0 && matches!(self.family, Family::Pcp | Family::IndexLayers) =>
+            {
                 out_of_range(format!("seed is {}; nothing is drawn for this family, so it is 0", self.seed))
             }
             Body::Pcp(case) if self.family == Family::Pcp => case.check(),
             Body::AttendPcp(case) if self.family == Family::AttendPcp => case.check(),
+            Body::SelectPcp(case) if self.family == Family::SelectPcp => case.check(),
+            Body::CompressPcp(case) if self.family == Family::CompressPcp => case.check(),
             Body::Route(case) if self.family == Family::Route => case.check(),
             Body::Moe(case) if self.family == Family::Moe => case.check(),
             Body::Acceptance(case) if self.family == Family::Acceptance => case.check(),
             Body::SelectSparse(case) if self.family == Family::SelectSparse => case.check(),
+            Body::IndexLayers(case) if self.family == Family::IndexLayers => case.check(),
             Body::Kda(case) if self.family == Family::Kda => case.check(),
             Body::Sequence(case) if self.family == Family::Sequence => case.check(),
             Body::Stack(case) if self.family == Family::Stack => case.check(),
@@ -66,6 +71,12 @@ impl Case {
             }
             Body::SelectSparse(_) => {
                 out_of_range(format!("family {} does not go with a select_sparse body", self.family))
+            }
+            Body::SelectPcp(_) | Body::CompressPcp(_) => {
+                out_of_range(format!("family {} does not go with a body of shared rows", self.family))
+            }
+            Body::IndexLayers(_) => {
+                out_of_range(format!("family {} does not go with an index_layers body", self.family))
             }
             Body::Stack(_) => out_of_range(format!("family {} does not go with a stack body", self.family)),
             Body::Kda(_) => out_of_range(format!("family {} does not go with a kda body", self.family)),

@@ -29,9 +29,10 @@ use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
 use crate::{
-    AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, Family, KdaCase,
-    MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request, RouteCase, SelectCase,
-    SelectedTokens, SequenceCase, StackCase, StateView, Workload, rules,
+    AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, CompressPcpCase,
+    Family, IndexLayersCase, KdaCase, MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request,
+    RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, StateView, Workload,
+    rules,
 };
 
 /// Blocks of a cache for a workload: the null block, what the requests need, and at least two that stay free.
@@ -63,10 +64,13 @@ impl Case {
             }
             Body::Pcp(case) => format!("{family}/{}", case.spell()),
             Body::AttendPcp(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::SelectPcp(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::CompressPcp(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Route(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Moe(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Acceptance(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::SelectSparse(case) => format!("{family}/{}/{seed}", case.spell()),
+            Body::IndexLayers(case) => format!("{family}/{}", case.spell()),
             Body::Kda(case) => format!("{family}/{}/{seed}", case.spell()),
             Body::Rules(case) => format!("{family}/{}/{}", case.rules, case.rule),
         }
@@ -84,7 +88,8 @@ impl FromStr for Case {
             read_attention_case(family, &parts).map_err(fail)?
         } else if matches!(family, Family::Sequence | Family::Stack) {
             read_session(family, &parts).map_err(fail)?
-        } else if matches!(family, Family::Pcp | Family::AttendPcp) {
+        } else if matches!(family, Family::Pcp | Family::AttendPcp | Family::SelectPcp | Family::CompressPcp)
+        {
             read_shared(&parts).map_err(fail)?
         } else if family == Family::Acceptance {
             let [_, sampler, batch, pattern, seed] = parts[..] else {
@@ -98,6 +103,11 @@ impl FromStr for Case {
             };
             let body = SelectCase::read(selector, layout, workload, pattern).map_err(fail)?;
             Self::select_sparse(body, number("seed", seed).map_err(fail)?)
+        } else if family == Family::IndexLayers {
+            let [_, period, pattern, types] = parts[..] else {
+                return Err(fail(format!("{} parts between slashes; an index_layers id has 4", parts.len())));
+            };
+            Self::index_layers(IndexLayersCase::read(period, pattern, types).map_err(fail)?)
         } else if family == Family::Kda {
             let [_, layer, ranks, steps, pattern, seed] = parts[..] else {
                 return Err(fail(format!("{} parts between slashes; a kda id has 6", parts.len())));
@@ -177,7 +187,18 @@ fn read_shared(parts: &[&str]) -> Result<Case, String> {
             let body = AttendPcpCase::read((split, batch), (model, configuration), rest, probe)?;
             Ok(Case::attend_pcp(body, number("seed", seed)?))
         }
-        _ => Err(format!("{} parts between slashes; a pcp id has 3, an attend_pcp id 8", parts.len())),
+        ["select_pcp", split, batch, indexer, pattern, seed] => {
+            let body = SelectPcpCase::read((split, batch), indexer, pattern)?;
+            Ok(Case::select_pcp(body, number("seed", seed)?))
+        }
+        ["compress_pcp", split, batch, blocks, pattern, seed] => {
+            let body = CompressPcpCase::read((split, batch), blocks, pattern)?;
+            Ok(Case::compress_pcp(body, number("seed", seed)?))
+        }
+        _ => Err(format!(
+            "{} parts between slashes; a pcp id has 3, an attend_pcp id 8, select_pcp and compress_pcp have 6",
+            parts.len()
+        )),
     }
 }
 

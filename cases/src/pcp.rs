@@ -1,6 +1,8 @@
 //! Cases of prefill context parallelism: how a batch is shared out over P ranks and how its rows come back.
 
 pub(crate) mod attention;
+pub(crate) mod compression;
+pub(crate) mod selection;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{

@@ -7,11 +7,12 @@ use shardcheck_engine::{Decision, RuleSetName, Settings, Validation};
 
 use crate::RuleCase;
 
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     include_str!("../rules/own.toml"),
     include_str!("../rules/atom.toml"),
     include_str!("../rules/atom_next.toml"),
     include_str!("../rules/vllm.toml"),
+    include_str!("../rules/vllm_next.toml"),
     include_str!("../rules/vllm_ascend.toml"),
 ];
 
@@ -69,6 +70,8 @@ struct Rule {
     decision: Decision,
     #[serde(default)]
     disabled: Vec<String>,
+    #[serde(default)]
+    warned: Vec<String>,
 }
 
 fn read(text: &str) -> Vec<RuleCase> {
@@ -77,9 +80,15 @@ fn read(text: &str) -> Vec<RuleCase> {
     let case = |rule: Rule| {
         let expected = match rule.decision {
             Decision::Reject => Validation::reject(rule.why),
-            Decision::Accept => rule.disabled.iter().fold(Validation::accept(), |validation, feature| {
-                validation.disabling(feature, rule.why.clone())
-            }),
+            Decision::Accept => {
+                let disabling = |validation: Validation, feature: &String| {
+                    validation.disabling(feature, rule.why.clone())
+                };
+                let warning =
+                    |validation: Validation, setting: &String| validation.warning(setting, rule.why.clone());
+                let taken = rule.disabled.iter().fold(Validation::accept(), disabling);
+                rule.warned.iter().fold(taken, warning)
+            }
         };
         RuleCase { rule: rule.name, rules: file.set, settings: rule.settings, expected }
     };
@@ -135,6 +144,9 @@ mod tests {
                     disabled.feature
                 );
             }
+            for warning in &rule.expected.warnings {
+                assert!(known(&warning.setting), "{}/{} warns of {}", rule.rules, rule.rule, warning.setting);
+            }
         }
     }
 
@@ -161,6 +173,7 @@ mod tests {
             "enable_tbo",
             "tbo_token_split",
             "cp_kv_cache_interleave_size",
+            "draft_query_slots",
         ] {
             assert!(
                 all().any(|rule| rule.expected.disabled.iter().any(|disabled| disabled.feature == feature)),

@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod experts;
+mod index_layers;
 mod kda;
 mod prefill;
 mod selected;
@@ -140,8 +141,14 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     if let Some(part) = &file.generated {
         part.collect(seed, &mut suite);
     }
+    for part in &file.index_layers {
+        part.collect(seed, &mut suite);
+    }
     // behind all others, whose cases keep the seeds that they had without these
     for part in &file.attend_pcp {
+        part.collect(seed, &mut suite);
+    }
+    for part in &file.shared {
         part.collect(seed, &mut suite);
     }
     for set in &file.rules {
@@ -167,12 +174,15 @@ fn compile_key(case: &Case) -> Vec<String> {
         Body::Merge(body) => {
             [body.world, body.heads_per_rank, body.dim].map(|size| format!("{size:08}")).to_vec()
         }
+        Body::IndexLayers(body) => vec![body.sharing.rule.to_string()],
         Body::Kda(body) => {
             [body.tp, body.dcp, body.key_dim, body.value_dim].map(|size| format!("{size:08}")).to_vec()
         }
         Body::Acceptance(body) => vec![format!("{} {:08} {:08}", body.method, body.ranks, body.vocabulary)],
         Body::SelectSparse(body) => key_of("", &body.configuration()),
         Body::AttendPcp(body) => key_of(&body.model, &body.configuration),
+        Body::SelectPcp(body) => vec![format!("{:08}", body.top_k)],
+        Body::CompressPcp(body) => vec![format!("{:08}", body.ratio)],
         Body::Pcp(body) => vec![format!("{} {:08}", body.strategy, body.world)],
         Body::Route(body) => vec![format!("{:08} {:08}", body.experts, body.router.top_k)],
         Body::Moe(body) => [body.hidden, body.inner, body.experts].map(|size| format!("{size:08}")).to_vec(),
@@ -202,8 +212,8 @@ impl Collector {
         if !self.known.insert(case.id()) {
             return false;
         }
-        // nothing is drawn for the layout of a batch
-        if !matches!(case.body, Body::Pcp(_)) {
+        // nothing is drawn for the layout of a batch and for layers
+        if !matches!(case.body, Body::Pcp(_) | Body::IndexLayers(_)) {
             case.seed = self.seeds.below(CASE_SEEDS);
         }
         if let Err(error) = case.check() {
@@ -246,6 +256,8 @@ struct SuiteFile {
     #[serde(default)]
     attend_pcp: Vec<prefill::AttendPcpPart>,
     #[serde(default)]
+    shared: Vec<prefill::SharedPart>,
+    #[serde(default)]
     route: Vec<experts::RoutePart>,
     #[serde(default)]
     moe: Vec<experts::MoePart>,
@@ -255,6 +267,8 @@ struct SuiteFile {
     select_sparse: Vec<sparse::SelectPart>,
     #[serde(default)]
     attend_selected: Vec<selected::SelectedPart>,
+    #[serde(default)]
+    index_layers: Vec<index_layers::IndexLayersPart>,
     #[serde(default)]
     kda: Vec<kda::KdaPart>,
     #[serde(default)]

@@ -112,8 +112,11 @@ fn every_family_names_the_operation_that_it_is_about() {
                 family,
                 Family::Pcp
                     | Family::AttendPcp
+                    | Family::SelectPcp
+                    | Family::CompressPcp
                     | Family::Acceptance
                     | Family::SelectSparse
+                    | Family::IndexLayers
                     | Family::Kda
                     | Family::Stack
                     | Family::Route

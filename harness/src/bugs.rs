@@ -15,8 +15,6 @@ pub enum Later {
     PrefillSharding,
     /// Experts whose activations are quantised.
     QuantisedExperts,
-    /// Selection of keys: indexer, top-k, sparse attention.
-    SparseAttention,
     /// Recurrent and convolution states.
     RecurrentState,
     /// Sequences of steps over the state of one session.
@@ -25,20 +23,14 @@ pub enum Later {
 
 impl Later {
     /// All of them, in a stable order.
-    pub const ALL: [Self; 5] = [
-        Self::PrefillSharding,
-        Self::QuantisedExperts,
-        Self::SparseAttention,
-        Self::RecurrentState,
-        Self::Sequences,
-    ];
+    pub const ALL: [Self; 4] =
+        [Self::PrefillSharding, Self::QuantisedExperts, Self::RecurrentState, Self::Sequences];
 
     /// Name as it stands in the catalogue.
     pub fn name(self) -> &'static str {
         match self {
             Self::PrefillSharding => "prefill-sharding",
             Self::QuantisedExperts => "quantised-experts",
-            Self::SparseAttention => "sparse-attention",
             Self::RecurrentState => "recurrent-state",
             Self::Sequences => "sequences",
         }

@@ -15,8 +15,10 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 use crate::accepting::AcceptanceMaterial;
+use crate::compressing::CompressMaterial;
 use crate::delta::KdaMaterial;
 use crate::finding::{Failure, Finding, Stage};
+use crate::indexing::IndexMaterial;
 use crate::layer::MoeMaterial;
 use crate::material::{AttentionMaterial, Material};
 use crate::merging::MergeMaterial;
@@ -268,7 +270,31 @@ impl<'a> Laboratory<'a> {
         match self.material {
             Material::Sharing(material) => material,
             Material::Prefilling(material) => &material.sharing,
+            Material::Indexing(material) => &material.sharing,
+            Material::Compressing(material) => &material.sharing,
             _ => panic!("a property of prefill context parallelism on the case {}", self.case.id()),
+        }
+    }
+
+    /// Material of a case of selecting tokens for shared rows.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn indexing(&self) -> &'a IndexMaterial {
+        match self.material {
+            Material::Indexing(material) => material,
+            _ => panic!("a property of an indexer of shared rows on the case {}", self.case.id()),
+        }
+    }
+
+    /// Material of a case of compressing tokens.
+    ///
+    /// # Panics
+    /// When the case is of another kind: properties are registered by family.
+    pub fn compressing(&self) -> &'a CompressMaterial {
+        match self.material {
+            Material::Compressing(material) => material,
+            _ => panic!("a property of a compressor on the case {}", self.case.id()),
         }
     }
 
@@ -456,6 +482,12 @@ impl<'a> Laboratory<'a> {
                 run.step(&material.operation, &material.inputs)
             }
             Material::Prefilling(material) => material.observe(&self.engine),
+            Material::Indexing(material) => {
+                Run::open(&self.engine, &material.configuration)?.step(&material.operation, &material.inputs)
+            }
+            Material::Compressing(material) => {
+                Run::open(&self.engine, &material.configuration)?.step(&material.operation, &material.inputs)
+            }
             Material::Route(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
@@ -471,6 +503,12 @@ impl<'a> Laboratory<'a> {
             Material::Selecting(material) => {
                 let mut run = Run::open(&self.engine, &material.configuration)?;
                 run.step(&material.operation, &material.inputs)
+            }
+            Material::Step => {
+                let asked = self.case.configuration().zip(self.case.operation());
+                let (configuration, operation) =
+                    asked.ok_or_else(|| Halt::Inconclusive("the case has no step".to_owned()))?;
+                Run::open(&self.engine, &configuration)?.step(&operation, &Tensors::new())
             }
             Material::Delta(_) | Material::Stack(_) => {
                 let nothing = || Halt::Inconclusive("the case has no step".to_owned());

@@ -2,10 +2,12 @@
 
 mod acceptance;
 mod attend;
+mod compress;
 mod context;
 mod equal;
 mod general;
 mod identity;
+mod index;
 mod inputs;
 mod kda;
 mod layout;
@@ -20,6 +22,7 @@ mod rules;
 mod segments;
 mod selected;
 mod sequence;
+mod sharing;
 mod sparse;
 mod stack;
 mod states;
@@ -76,6 +79,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         acceptance::PROPERTIES,
         sparse::PROPERTIES,
         selected::PROPERTIES,
+        sharing::PROPERTIES,
         kda::PROPERTIES,
         write::PROPERTIES,
         attend::PROPERTIES,
@@ -83,6 +87,8 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         probe::PROPERTIES,
         context::PROPERTIES,
         prefill::PROPERTIES,
+        index::PROPERTIES,
+        compress::PROPERTIES,
         merge::PROPERTIES,
         states::PROPERTIES,
         segments::PROPERTIES,

@@ -17,6 +17,8 @@
 //! * [`moe`] — experts of a token, their weights, and what comes out.
 //! * [`pcp`] — which rank of prefill context parallelism has which row.
 //! * [`sparse`] — which tokens an indexer selects for a row.
+//! * [`sharing`] — which layers compute such a selection, and which share one.
+//! * [`compressor`] — entries that blocks of tokens are pooled into.
 //! * [`acceptance`] — which drafted tokens are accepted, and what may stand behind them.
 //! * [`kda`] — the recurrence of Kimi delta attention with what stands around it.
 //! * [`stack`] — what stands between two attentions of a transformer.
@@ -27,6 +29,7 @@ pub mod acceptance;
 pub mod attention;
 pub mod bound;
 pub mod chunk;
+pub mod compressor;
 pub mod exp;
 pub mod kda;
 pub mod layout;
@@ -36,6 +39,7 @@ pub mod moments;
 pub mod pcp;
 pub mod probable;
 pub mod probe;
+pub mod sharing;
 pub mod sparse;
 pub mod split;
 pub mod stack;

@@ -6,7 +6,7 @@ use shardcheck_engine::{PcpDecodes, PcpStrategy};
 
 use super::Collector;
 use crate::covering::covering;
-use crate::{AttendPcpCase, Case, PcpCase, PcpRequest, Probe};
+use crate::{AttendPcpCase, Case, Family, PcpCase, PcpRequest, Probe};
 
 /// A length of the first prompt, at the edges of a split over P ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
@@ -216,5 +216,46 @@ impl AttendPcpPart {
         let probe = self.probes[row[8]].name();
         AttendPcpCase::read((split, requests), (model, configuration), &self.queries[row[7]], probe)
             .unwrap_or_else(|error| panic!("a suite has shared rows that do not read: {error}"))
+    }
+}
+
+/// A covering array of cases that do something else for the rows of a shared batch, and cases by hand.
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct SharedPart {
+    /// What is done: `select_pcp` or `compress_pcp`.
+    family: Family,
+    /// Its sizes and its patterns, as an id has them.
+    sizes: Vec<String>,
+    patterns: Vec<String>,
+    /// Cases by hand: ids up to the seed.
+    written: Vec<String>,
+    /// The batches; its strength and count are those of the whole array.
+    batch: PcpPart,
+}
+
+impl SharedPart {
+    pub(super) fn collect(&self, seed: u64, suite: &mut Collector) {
+        let read = |id: &str| -> Case {
+            let id = format!("{id}/0");
+            id.parse().unwrap_or_else(|error| panic!("a suite has shared rows that do not read: {error}"))
+        };
+        for written in &self.written {
+            suite.add(read(written));
+        }
+        let mut levels = self.batch.levels().to_vec();
+        levels.extend([self.sizes.len(), self.patterns.len()]);
+        let allow = |row: &[Option<usize>]| self.batch.allows(row);
+        suite.fill(self.batch.count, |round| {
+            let rows = covering(&levels, self.batch.strength, &allow, seed.wrapping_add(round << 32));
+            let of_row = |row: &Vec<usize>| {
+                let batch = self.batch.case(row);
+                let (sizes, pattern) = (&self.sizes[row[6]], &self.patterns[row[7]]);
+                // a batch without rows has nothing to do
+                (batch.rows() > 0)
+                    .then(|| read(&format!("{}/{}/{sizes}/{pattern}", self.family, batch.spell())))
+            };
+            rows.iter().filter_map(of_row).collect()
+        });
     }
 }

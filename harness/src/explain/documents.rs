@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 13] = [
+const CASES: [(&str, &str); 16] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -59,6 +59,15 @@ const CASES: [(&str, &str); 13] = [
         "select_sparse/exact.packed.k8.i4.d16.bf16/tp4.dcp2.s2.b8.n12/12+3_0+1.pad2.shuf/random/7",
     ),
     (
+        "selection of tokens for a shared batch",
+        "select_pcp/head_tail.p4.owned/0+11_3+5x2_7+1d/k4.i2.d8/random/7",
+    ),
+    (
+        "compression of the tokens of a shared batch",
+        "compress_pcp/head_tail.p4.owned/0+11_3+5x2_7+1d/m4.overlap.d8/newest/7",
+    ),
+    ("layers that share a selection", "index_layers/atom.l12.m1.kept.f4.o3/FFFSSSF/FFSS"),
+    (
         "attention over selected tokens",
         "attend_selected/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo/12+3_0+0_7+2.pad2.shuf/k4.packed.ragged/gaussian/7",
     ),
@@ -69,12 +78,15 @@ pub fn operations() -> String {
     let mut text = String::from(
         "Shapes use: n requests, T query rows with graph padding, ranks = tp, H query heads of a rank, Hall = H·tp,\n\
          Hg = H·dcp, K KV heads, Dk and Dv key and value width, V width after the up-projection, B block size;\n\
-         in pcp_layout and attend_pcp P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
+         in pcp_layout, attend_pcp, select_pcp and compress_pcp P ranks of prefill context parallelism, N rows of the batch, R rows of a rank with padding;\n\
+         in select_pcp I heads of the indexer and D their width, k tokens of a row;\n\
+         in compress_pcp m tokens of a block, C columns of a token and d of an entry;\n\
          in route and moe N tokens, E experts, k of a token, h hidden width, I inner width of an expert and J of the shared one, R rows\n\
          of the rank that has most, ranks = dp·pcp·tp of the plan;\n\
          in accept_drafts P ranks of the vocabulary V, K columns of drafts, and T rows, one for each draft and one more a request;\n\
          in select_sparse I heads of the indexer and D their width, k tokens of a row, m entries of a request's blocks;\n\
          in attend_selected k the most tokens of a row;\n\
+         in index_layers n layers, those of the drafts behind the model's own;\n\
          in kda P = tp ranks, H query and key heads of all ranks and HV value heads, K and V their widths, taps of the convolution, C channels\n\
          of a rank: H / P·K of queries, as many of keys, HV / P·V of values;\n\
          in forward L layers, V tokens of the vocabulary, h width of the stream and I of an MLP, P rotary width, Vo width of a head behind\n\

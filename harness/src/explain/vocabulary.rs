@@ -93,11 +93,20 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::AttendSelected => {
             "attention of new rows over the tokens that were selected for each, by lists of the slots in which a rank keeps its own"
         }
+        Family::IndexLayers => {
+            "to say which layers of a model compute a selection and which share one, by the model's configuration"
+        }
         Family::Kda => {
             "Kimi delta attention: steps of requests that go on, fork, go back behind rejected rows and leave their slots"
         }
         Family::AttendPcp => {
             "attention of a batch whose rows lie on the ranks of prefill context parallelism, over the gathered keys of all"
+        }
+        Family::SelectPcp => {
+            "to select tokens for the rows of a shared batch by the indexer's keys of all positions, and to bring the selections back"
+        }
+        Family::CompressPcp => {
+            "to pool blocks of tokens whose rows lie on the ranks of prefill context parallelism into one entry each"
         }
         Family::Pcp => {
             "to share the rows of a batch out over the ranks of prefill context parallelism and to bring them back"

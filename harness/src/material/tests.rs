@@ -1,6 +1,7 @@
 //! Material of attention cases: variants keep the data that they must keep, and what is expected is plain attention.
 
 use super::*;
+use shardcheck_cases::Case;
 use shardcheck_engine::CommBackend;
 use shardcheck_engine::{Answer, Engine, Tensor};
 use shardcheck_formats::Dtype;

@@ -136,11 +136,47 @@ pub(super) fn rows(laboratory: &Laboratory) -> Result<Vec<Vec<i64>>, Halt> {
 }
 
 /// A tensor with a value for each local row, beside the rows; those of padding included.
-fn beside_rows(laboratory: &Laboratory, name: &str, dtype: Dtype) -> Result<Vec<(i64, i64)>, Halt> {
+pub(super) fn beside_rows(
+    laboratory: &Laboratory,
+    name: &str,
+    dtype: Dtype,
+) -> Result<Vec<(i64, i64)>, Halt> {
     let rows = rows(laboratory)?;
     let width = rows.first().map_or(0, Vec::len);
     let seen = laboratory.observed()?.output(name, dtype, &[rows.len(), width])?.to_i64();
     Ok(rows.concat().into_iter().zip(seen).collect())
+}
+
+/// Judges rows, padding and order of what the engine shows beside another step.
+pub(super) fn placed_rows(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    must_show(laboratory, "rows")?;
+    let mut measured = Measured::exact(0);
+    for check in [partition, padding, order] {
+        match check(laboratory)? {
+            Finding::Holds(more) => measured = measured.and(more),
+            other => return Ok(other),
+        }
+    }
+    Ok(Finding::Holds(measured))
+}
+
+/// The engine may keep an observable to itself: nothing can be judged by it then.
+pub(super) fn must_show(laboratory: &Laboratory, name: &str) -> Result<(), Halt> {
+    match laboratory.observed()?.reply.outputs.find(name) {
+        Some(_) => Ok(()),
+        None => Err(Halt::Unsupported(format!("the engine does not return {name}"))),
+    }
+}
+
+/// `(place among the rows of all ranks, row of the batch)` of the rows that are no padding, and the rows R of a rank.
+pub(super) fn local_rows(laboratory: &Laboratory) -> Result<(Vec<(usize, usize)>, usize), Halt> {
+    must_show(laboratory, "rows")?;
+    let count = laboratory.sharing().placed.len();
+    let rows = rows(laboratory)?;
+    let width = rows.first().map_or(0, Vec::len);
+    let known =
+        |(place, row): (usize, i64)| Some((place, usize::try_from(row).ok().filter(|row| *row < count)?));
+    Ok((rows.concat().into_iter().enumerate().filter_map(known).collect(), width))
 }
 
 pub(super) fn partition(laboratory: &Laboratory) -> Result<Finding, Halt> {

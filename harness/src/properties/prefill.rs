@@ -179,37 +179,14 @@ fn both(first: Finding, second: impl FnOnce() -> Result<Finding, Halt>) -> Resul
     })
 }
 
-/// The engine may keep its rows to itself: nothing local can be judged then.
-fn must_show_rows(laboratory: &Laboratory) -> Result<(), Halt> {
-    match laboratory.observed()?.reply.outputs.find("rows") {
-        Some(_) => Ok(()),
-        None => Err(Halt::Unsupported("the engine does not return rows".to_owned())),
-    }
-}
-
 fn rows(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    must_show_rows(laboratory)?;
-    let placed = both(pcp::partition(laboratory)?, || pcp::padding(laboratory))?;
-    both(placed, || pcp::order(laboratory))
+    pcp::placed_rows(laboratory)
 }
 
 fn bounds(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    must_show_rows(laboratory)?;
-    if laboratory.observed()?.reply.outputs.find("row_lens").is_none() {
-        return Err(Halt::Unsupported("the engine does not return row_lens".to_owned()));
-    }
+    pcp::must_show(laboratory, "rows")?;
+    pcp::must_show(laboratory, "row_lens")?;
     pcp::bounds(laboratory)
-}
-
-/// `(place among the rows of all ranks, row of the batch)` of the rows that are no padding, and the rows R of a rank.
-fn local_rows(laboratory: &Laboratory) -> Result<(Vec<(usize, usize)>, usize), Halt> {
-    must_show_rows(laboratory)?;
-    let count = laboratory.prefilling().sharing.placed.len();
-    let rows = pcp::rows(laboratory)?;
-    let width = rows.first().map_or(0, Vec::len);
-    let known =
-        |(place, row): (usize, i64)| Some((place, usize::try_from(row).ok().filter(|row| *row < count)?));
-    Ok((rows.concat().into_iter().enumerate().filter_map(known).collect(), width))
 }
 
 fn local_place(material: &PrefillMaterial, width: usize, place: usize, row: usize) -> String {
@@ -218,7 +195,7 @@ fn local_place(material: &PrefillMaterial, width: usize, place: usize, row: usiz
 }
 
 fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let (material, (rows, width)) = (laboratory.prefilling(), local_rows(laboratory)?);
+    let (material, (rows, width)) = (laboratory.prefilling(), pcp::local_rows(laboratory)?);
     let (heads, dim) = (material.attention.heads(), material.attention.configuration().attention.qk_dim());
     let shape = [material.world(), width, heads, dim];
     let seen = laboratory.observed()?.observable("kernel_query", Dtype::F32, &shape)?.to_f64();
@@ -288,7 +265,7 @@ fn gathered_tensor(
 }
 
 fn local(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let (material, (rows, width)) = (laboratory.prefilling(), local_rows(laboratory)?);
+    let (material, (rows, width)) = (laboratory.prefilling(), pcp::local_rows(laboratory)?);
     let expected = material.attention.expected()?;
     let (heads, dim, dtype) = material.output();
     let shape = [material.world(), width, heads, dim];
@@ -319,7 +296,7 @@ fn local(laboratory: &Laboratory) -> Result<Finding, Halt> {
 }
 
 fn copies(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let (material, (rows, width)) = (laboratory.prefilling(), local_rows(laboratory)?);
+    let (material, (rows, width)) = (laboratory.prefilling(), pcp::local_rows(laboratory)?);
     let (heads, dim, dtype) = material.output();
     let shape = [material.world(), width, heads, dim];
     let observed = laboratory.observed()?;

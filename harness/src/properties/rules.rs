@@ -43,6 +43,16 @@ pub(super) const PROPERTIES: &[Property] = &[
         applies: |case| kind(case) == Some(Kind::Disable),
         check: decide,
     },
+    Property {
+        id: "rules.warn",
+        statement: "settings that hold with a caution are accepted with a warning that names the setting to change, and not refused",
+        source: "ATOM: past 128 gathered heads the folded kernel is used with a warning",
+        bugs: &[],
+        tolerance: "exact: the decision and the settings that are warned of; reasons are not compared word for word",
+        families: RULES,
+        applies: |case| kind(case) == Some(Kind::Warn),
+        check: decide,
+    },
 ];
 
 #[derive(PartialEq, Eq)]
@@ -50,6 +60,7 @@ enum Kind {
     Accept,
     Reject,
     Disable,
+    Warn,
 }
 
 fn rule(case: &Case) -> Option<&RuleCase> {
@@ -63,6 +74,7 @@ fn kind(case: &Case) -> Option<Kind> {
     let expected = &rule(case)?.expected;
     Some(match (expected.decision, expected.disabled.is_empty()) {
         (Decision::Reject, _) => Kind::Reject,
+        (Decision::Accept, _) if !expected.warnings.is_empty() => Kind::Warn,
         (Decision::Accept, true) => Kind::Accept,
         (Decision::Accept, false) => Kind::Disable,
     })
@@ -97,6 +109,14 @@ fn decide(laboratory: &Laboratory) -> Result<Finding, Halt> {
         let headline =
             format!("must switch off {:?}, switched off {:?}", features(expected), features(&seen));
         return Err(Failure::because(headline)
+            .at(Stage::Configuration)
+            .note(format!("settings: {asked}"))
+            .into());
+    }
+    // an engine may warn of more than it must
+    let warned = |setting: &str| seen.warnings.iter().any(|warning| warning.setting == setting);
+    if let Some(missing) = expected.warnings.iter().find(|warning| !warned(&warning.setting)) {
+        return Err(Failure::because(format!("must warn of {}, and does not", missing.setting))
             .at(Stage::Configuration)
             .note(format!("settings: {asked}"))
             .into());

@@ -13,7 +13,8 @@ impl NumberAxis {
     /// Value of a case; `None` where the axis means nothing.
     pub fn of(self, case: &Case) -> Option<u64> {
         if self == Self::Seed {
-            return (!matches!(case.body, Body::Pcp(_) | Body::Rules(_))).then_some(case.seed);
+            return (!matches!(case.body, Body::Pcp(_) | Body::IndexLayers(_) | Body::Rules(_)))
+                .then_some(case.seed);
         }
         let value = match &case.body {
             Body::Attention(attention) => Some(self.of_attention(attention)),
@@ -24,10 +25,13 @@ impl NumberAxis {
             Body::AttendPcp(shared) => {
                 self.of_pcp(&shared.batch).or_else(|| self.of_session(&shared.configuration))
             }
+            Body::SelectPcp(shared) => self.of_pcp(&shared.batch),
+            Body::CompressPcp(shared) => self.of_pcp(&shared.batch),
             Body::Route(route) => (self == Self::Rows).then_some(route.tokens),
             Body::Moe(moe) => self.of_moe(moe),
             Body::Acceptance(acceptance) => self.of_acceptance(acceptance),
             Body::SelectSparse(select) => self.of_select(select),
+            Body::IndexLayers(_) => None,
             Body::Kda(kda) => self.of_kda(kda),
             Body::Rules(_) => None,
         };

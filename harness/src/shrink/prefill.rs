@@ -1,6 +1,9 @@
 //! Steps to smaller batches of prefill context parallelism, and to smaller ones that attend.
 
-use shardcheck_cases::{AttendPcpCase, CUSTOM_MODEL, Case, Model, PcpCase, Placement, Probe, default_blocks};
+use shardcheck_cases::{
+    AttendPcpCase, CUSTOM_MODEL, Case, CompressPcpCase, GatePattern, IndexPattern, Model, PcpCase, Placement,
+    Probe, SelectPcpCase, default_blocks,
+};
 use shardcheck_engine::{PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
@@ -120,4 +123,80 @@ pub(super) fn plainness(case: &AttendPcpCase) -> Vec<u64> {
 
 pub(super) fn work(case: &AttendPcpCase) -> usize {
     size::attention_work(&case.attention()) + 1000 * case.batch.world
+}
+
+/// Selections that are one step smaller in their batch, their indexer or their values.
+pub(super) fn selection_moves(whole: &Case, case: &SelectPcpCase) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut SelectPcpCase)| {
+        let mut changed = case.clone();
+        change(&mut changed);
+        found.push(Case::select_pcp(changed, whole.seed));
+    };
+    for batch in batches(&case.batch) {
+        add(&|c| c.batch.clone_from(&batch));
+    }
+    for less in [1, 2, case.top_k / 2, case.top_k - 1] {
+        add(&|c| c.top_k = less.clamp(1, c.top_k));
+    }
+    for less in [1, case.index_heads / 2] {
+        add(&|c| c.index_heads = less.clamp(1, c.index_heads));
+    }
+    for less in [2, case.index_dim / 2] {
+        add(&|c| c.index_dim = less.clamp(2, c.index_dim.max(2)));
+    }
+    for pattern in IndexPattern::ALL {
+        add(&|c| c.pattern = pattern);
+    }
+    found
+}
+
+pub(super) fn selection_size(case: &SelectPcpCase) -> Size {
+    Size { heads: case.index_heads, dims: case.index_dim, ..batch_size(&case.batch) }
+}
+
+pub(super) fn selection_plainness(case: &SelectPcpCase) -> Vec<u64> {
+    let mut plain = batch_plainness(&case.batch);
+    plain.extend([case.top_k as u64, place(&IndexPattern::ALL, &case.pattern)]);
+    plain
+}
+
+pub(super) fn selection_work(case: &SelectPcpCase) -> usize {
+    let scores: usize =
+        case.batch.requests.iter().map(|r| r.query_tokens * (r.context_tokens + r.query_tokens)).sum();
+    (scores + 1) * case.index_heads * case.index_dim + 1000 * case.batch.world
+}
+
+/// Compressions that are one step smaller in their batch, their blocks or their values.
+pub(super) fn compression_moves(whole: &Case, case: &CompressPcpCase) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut CompressPcpCase)| {
+        let mut changed = case.clone();
+        change(&mut changed);
+        found.push(Case::compress_pcp(changed, whole.seed));
+    };
+    for batch in batches(&case.batch) {
+        add(&|c| c.batch.clone_from(&batch));
+    }
+    for less in [1, 2, 4, case.ratio / 2, case.ratio - 1] {
+        add(&|c| c.ratio = less.clamp(1, c.ratio));
+    }
+    for less in [1, case.dim / 2] {
+        add(&|c| c.dim = less.clamp(1, c.dim));
+    }
+    for pattern in GatePattern::ALL {
+        add(&|c| c.pattern = pattern);
+    }
+    add(&|c| c.overlap = false);
+    found
+}
+
+pub(super) fn compression_size(case: &CompressPcpCase) -> Size {
+    Size { dims: case.columns(), ..batch_size(&case.batch) }
+}
+
+pub(super) fn compression_plainness(case: &CompressPcpCase) -> Vec<u64> {
+    let mut plain = batch_plainness(&case.batch);
+    plain.extend([case.ratio as u64, u64::from(case.overlap), place(&GatePattern::ALL, &case.pattern)]);
+    plain
 }

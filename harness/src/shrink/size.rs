@@ -43,6 +43,8 @@ impl Size {
             },
             Body::Pcp(pcp) => prefill::batch_size(pcp),
             Body::AttendPcp(shared) => prefill::size(shared),
+            Body::SelectPcp(shared) => prefill::selection_size(shared),
+            Body::CompressPcp(shared) => prefill::compression_size(shared),
             Body::Route(route) => experts::route_size(route),
             Body::Moe(moe) => experts::moe_size(moe),
             Body::Acceptance(acceptance) => Self {
@@ -54,6 +56,7 @@ impl Size {
                 dims: acceptance.vocabulary,
             },
             Body::SelectSparse(select) => sparse::size(select),
+            Body::IndexLayers(layers) => sparse::layer_size(layers),
             Body::Kda(kda) => Self {
                 tokens: kda.rows(),
                 world: kda.tp,
@@ -113,6 +116,8 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
         Body::Merge(merge) => merge_plainness(merge),
         Body::Pcp(pcp) => prefill::batch_plainness(pcp),
         Body::AttendPcp(shared) => prefill::plainness(shared),
+        Body::SelectPcp(shared) => prefill::selection_plainness(shared),
+        Body::CompressPcp(shared) => prefill::compression_plainness(shared),
         Body::Route(route) => experts::route_plainness(route),
         Body::Moe(moe) => experts::moe_plainness(moe),
         Body::Acceptance(acceptance) => vec![
@@ -121,6 +126,7 @@ pub(crate) fn key(case: &Case) -> (Size, Vec<u64>) {
             acceptance.requests.iter().filter(|request| request.none_at.is_some()).count() as u64,
         ],
         Body::SelectSparse(select) => sparse::plainness(select),
+        Body::IndexLayers(layers) => sparse::layer_plainness(layers),
         Body::Kda(kda) => vec![
             kda.steps.len() as u64,
             kda.steps.iter().map(Vec::len).sum::<usize>() as u64,
@@ -149,6 +155,8 @@ pub fn work(case: &Case) -> usize {
         Body::Merge(merge) => merge.rows * merge.world * merge.world * merge.heads_per_rank * merge.dim,
         Body::Pcp(pcp) => (pcp.rows() + 1) * pcp.world,
         Body::AttendPcp(shared) => prefill::work(shared),
+        Body::SelectPcp(shared) => prefill::selection_work(shared),
+        Body::CompressPcp(shared) => (shared.batch.rows() + 1) * shared.batch.world * shared.columns(),
         Body::Route(route) => (route.tokens + 1) * route.experts,
         Body::Moe(moe) => experts::moe_work(moe),
         // an enumeration has its few thousand rows of three tokens
@@ -156,6 +164,7 @@ pub fn work(case: &Case) -> usize {
             (acceptance.rows().max(1000) + 1) * acceptance.vocabulary * acceptance.ranks
         }
         Body::SelectSparse(select) => sparse::work(select),
+        Body::IndexLayers(layers) => layers.sharing.layers + layers.sharing.draft_layers,
         Body::Kda(kda) => {
             (kda.rows() + 1) * kda.value_heads * kda.key_dim * (kda.value_dim + kda.chunk) + 1000 * kda.tp
         }

@@ -1,7 +1,7 @@
 //! Steps to smaller selections of tokens.
 
-use shardcheck_cases::{Case, IndexPattern, Placement, Request, SelectCase, default_blocks};
-use shardcheck_engine::{SelectionMode, SlotList};
+use shardcheck_cases::{Case, IndexLayersCase, IndexPattern, Placement, Request, SelectCase, default_blocks};
+use shardcheck_engine::{IndexSharing, SelectionMode, SharingRule, SlotList};
 use shardcheck_formats::Dtype;
 
 use super::size::{Size, place};
@@ -101,4 +101,48 @@ pub(super) fn plainness(case: &SelectCase) -> Vec<u64> {
 /// A rough count of the multiplications that it costs.
 pub(super) fn work(case: &SelectCase) -> usize {
     (case.scores() + 1) * case.index_heads * case.index_dim + 1000 * case.tp
+}
+
+/// Models that are one step smaller or say less of their layers.
+pub(super) fn layer_moves(case: &IndexLayersCase) -> Vec<Case> {
+    let mut found = Vec::new();
+    let mut add = |change: &dyn Fn(&mut IndexSharing)| {
+        let mut changed = case.clone();
+        change(&mut changed.sharing);
+        found.push(Case::index_layers(changed));
+    };
+    for less in [1, 2, case.sharing.layers / 2, case.sharing.layers - 1] {
+        add(&|s| {
+            s.layers = less.clamp(1, s.layers);
+            let layers = s.layers;
+            s.pattern.iter_mut().for_each(|pattern| pattern.truncate(layers));
+            s.types.iter_mut().for_each(|types| types.truncate(layers));
+        });
+    }
+    add(&|s| s.draft_layers = 0);
+    add(&|s| s.draft_layers = s.draft_layers.min(1));
+    add(&|s| s.frequency = 1);
+    add(&|s| s.frequency = s.frequency.min(2));
+    add(&|s| s.offset = None);
+    add(&|s| s.pattern = None);
+    add(&|s| s.types = None);
+    add(&|s| s.index_cache = false);
+    found
+}
+
+/// How large a model is.
+pub(super) fn layer_size(case: &IndexLayersCase) -> Size {
+    let tokens = case.sharing.layers + case.sharing.draft_layers;
+    Size { tokens, world: 1, heads: 0, interleave: 1, block: 1, dims: 0 }
+}
+
+/// What a plain model has not.
+pub(super) fn layer_plainness(case: &IndexLayersCase) -> Vec<u64> {
+    let sharing = &case.sharing;
+    let given =
+        [sharing.offset.is_some(), sharing.pattern.is_some(), sharing.types.is_some(), sharing.index_cache];
+    let mut plain = vec![sharing.frequency as u64, sharing.draft_layers as u64];
+    plain.extend(given.map(u64::from));
+    plain.push(place(&SharingRule::ALL, &sharing.rule));
+    plain
 }

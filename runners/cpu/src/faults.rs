@@ -4,6 +4,7 @@ mod acceptance;
 mod attention;
 mod cache;
 mod causal;
+mod compress;
 mod context;
 mod drafts;
 mod exchange;
@@ -25,8 +26,10 @@ mod scales;
 mod segments;
 mod selected;
 mod settings;
+mod shared_index;
 mod shared_rows;
 mod shared_selection;
+mod sharing;
 mod small;
 mod sparse;
 mod stack;
@@ -183,11 +186,14 @@ pub fn faults() -> &'static [Fault] {
             kv_groups::FAULTS,
             prefill::FAULTS,
             shared_rows::FAULTS,
+            shared_index::FAULTS,
+            compress::FAULTS,
             router::FAULTS,
             moe::FAULTS,
             acceptance::FAULTS,
             sparse::FAULTS,
             selected::FAULTS,
+            sharing::FAULTS,
             kda::FAULTS,
             stack::FAULTS,
             drafts::FAULTS,

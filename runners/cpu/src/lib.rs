@@ -32,6 +32,7 @@ mod router;
 mod rules;
 mod selected;
 mod session;
+mod sharing;
 mod sparse;
 mod stack;
 mod states;

@@ -14,10 +14,13 @@ use crate::memory::{Memory, Metadata, Origin, WriteMap};
 use crate::merge::MergePolicies;
 use crate::prefill::PrefillPolicies;
 use crate::prefill::attention::PcpPolicies;
+use crate::prefill::compressing::CompressPolicies;
+use crate::prefill::indexing::IndexPolicies;
 use crate::query::QueryPolicies;
 use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::selected::SelectedPolicies;
+use crate::sharing::SharingPolicies;
 use crate::sparse::SparsePolicies;
 use crate::stack::StackPolicies;
 use crate::states::SegmentPolicies;
@@ -93,6 +96,10 @@ pub struct Policies {
     pub prefill: PrefillPolicies,
     /// Attention under prefill context parallelism.
     pub pcp: PcpPolicies,
+    /// Selection of tokens under prefill context parallelism.
+    pub index: IndexPolicies,
+    /// Compression of tokens under prefill context parallelism.
+    pub compress: CompressPolicies,
     /// Layers of experts.
     pub moe: MoePolicies,
     /// Acceptance of drafted tokens.
@@ -101,6 +108,8 @@ pub struct Policies {
     pub sparse: SparsePolicies,
     /// Attention over selected tokens.
     pub selected: SelectedPolicies,
+    /// Layers that share a selection.
+    pub sharing: SharingPolicies,
     /// Kimi delta attention.
     pub kda: KdaPolicies,
     /// Whole transformers.
@@ -124,10 +133,13 @@ impl Policies {
         transfer: TransferPolicies::HEALTHY,
         prefill: PrefillPolicies::HEALTHY,
         pcp: PcpPolicies::HEALTHY,
+        index: IndexPolicies::HEALTHY,
+        compress: CompressPolicies::HEALTHY,
         moe: MoePolicies::HEALTHY,
         acceptance: AcceptancePolicies::HEALTHY,
         sparse: SparsePolicies::HEALTHY,
         selected: SelectedPolicies::HEALTHY,
+        sharing: SharingPolicies::HEALTHY,
         kda: KdaPolicies::HEALTHY,
         stack: StackPolicies::HEALTHY,
         gates: GatePolicies::HEALTHY,

@@ -4,6 +4,8 @@
 //! flattened batch), SGLang `--cp-strategy` (zigzag).
 
 pub mod attention;
+pub mod compressing;
+pub mod indexing;
 
 use std::ops::Range;
 

@@ -59,12 +59,14 @@ fn operation(kind: OperationKind) -> OperationProfile {
             ..Contract::bf16_default(Merge::AgRsBf16)
         }),
         // scores are sums of 32 bits in any order, and stay in them
-        OperationKind::SelectSparse => Some(Contract {
-            u_acc: 1.0 / (1u64 << 24) as f64,
-            depth: Depth::Any,
-            output: Dtype::F32,
-            ..Contract::bf16_default(Merge::A2a)
-        }),
+        OperationKind::SelectSparse | OperationKind::SelectPcp | OperationKind::CompressPcp => {
+            Some(Contract {
+                u_acc: 1.0 / (1u64 << 24) as f64,
+                depth: Depth::Any,
+                output: Dtype::F32,
+                ..Contract::bf16_default(Merge::A2a)
+            })
+        }
         // sums go element by element; nothing is stored in less than 32 bits but the output
         OperationKind::Kda => Some(Contract {
             u_acc: 1.0 / (1u64 << 24) as f64,
@@ -79,6 +81,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::ImportCache
         | OperationKind::PackLse
         | OperationKind::PcpLayout
+        | OperationKind::IndexLayers
         | OperationKind::AcceptDrafts => None,
     };
     let observables = kind

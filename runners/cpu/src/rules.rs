@@ -22,6 +22,8 @@ pub enum Outcome {
     Reject(String),
     /// The engine switches a setting off.
     Disable(&'static str, String),
+    /// The engine warns of a setting, and takes it.
+    Warn(&'static str, String),
 }
 
 /// One rule.
@@ -52,6 +54,7 @@ pub fn rules(set: RuleSetName) -> Vec<Rule> {
         RuleSetName::Atom => atom::rules(false),
         RuleSetName::AtomNext => atom::rules(true),
         RuleSetName::Vllm => vllm::RULES.to_vec(),
+        RuleSetName::VllmNext => [vllm::RULES, vllm::REPLICATED_DRAFTS].concat(),
         RuleSetName::VllmAscend => ascend::RULES.to_vec(),
     }
 }
@@ -76,6 +79,7 @@ pub fn validate(set: RuleSetName, rules: &[Rule], settings: &Settings) -> Result
             Outcome::Pass => {}
             Outcome::Reject(reason) => return Ok(Validation::reject(format!("{}: {reason}", rule.id))),
             Outcome::Disable(feature, reason) => validation = validation.disabling(feature, reason),
+            Outcome::Warn(setting, reason) => validation = validation.warning(setting, reason),
         }
     }
     Ok(validation)

@@ -20,9 +20,12 @@ use crate::kda::KdaMemory;
 use crate::memory::{Memory, Metadata, StepKind};
 use crate::policies::{Policies, TableUse};
 use crate::prefill::attention::attend_pcp;
+use crate::prefill::compressing::compress_pcp;
+use crate::prefill::indexing::select_pcp;
 use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::selected::{Plan, Plans, Selection};
+use crate::sharing::index_layers;
 use crate::sparse;
 use crate::stack::{Scene, StackMemory, forward};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
@@ -168,12 +171,10 @@ impl Group {
             Operation::MergeStates => merge_two_states(inputs, policies),
             Operation::MergeSegments { tile_tokens } => merge_segments(inputs, tile_tokens, policies),
             Operation::PackLse => pack_lse(configuration, inputs, policies),
-            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
-                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, &policies.prefill)
-            }
-            Operation::AttendPcp { plan } => {
-                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
-            }
+            Operation::PcpLayout { .. }
+            | Operation::AttendPcp { .. }
+            | Operation::SelectPcp { .. }
+            | Operation::CompressPcp { .. } => self.share(operation, inputs, ranks, policies),
             Operation::Route { router } => route(inputs, router, &policies.moe.router),
             Operation::Moe { router, plan } => experts::run(inputs, (router, plan), timeout, &policies.moe),
             Operation::AcceptDrafts { method, ranks } => {
@@ -185,12 +186,37 @@ impl Group {
                 let shape = (&self.configuration, self.grids.derived);
                 sparse::select(shape, inputs, &batch, selector, ranks, (&policies.layout, &policies.sparse))
             }
+            Operation::IndexLayers { ref sharing } => index_layers(sharing, &policies.sharing),
             Operation::Kda { plan } => {
                 let ranks = (configuration.tp, configuration.dcp);
                 self.kda.step(inputs, plan, ranks, &policies.kda)
             }
             Operation::Forward { plan } => self.forward(inputs, plan, ranks, policies),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
+        }
+    }
+
+    /// A step for rows that lie on the ranks of prefill context parallelism.
+    fn share(
+        &self,
+        operation: &Operation,
+        inputs: &Tensors,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let prefill = &policies.prefill;
+        match *operation {
+            Operation::PcpLayout { world, strategy, decodes, padded_rows, overlap } => {
+                share_out(inputs, Split { world, strategy, decodes, padded_rows, overlap }, prefill)
+            }
+            Operation::AttendPcp { plan } => {
+                attend_pcp((&self.configuration, &self.caches), inputs, plan, ranks, policies)
+            }
+            Operation::SelectPcp { plan } => select_pcp(inputs, plan, ranks, (prefill, &policies.index)),
+            Operation::CompressPcp { plan } => {
+                compress_pcp(inputs, plan, ranks, (prefill, &policies.compress))
+            }
+            _ => unreachable!("the session has chosen the step"),
         }
     }
 

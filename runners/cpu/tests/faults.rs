@@ -53,6 +53,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("dispatch", "observed") => all(&ATTEND, &["collectives", "partial_out"]),
         ("equal", _) => all(&["decode", "verify", "draft", "context"], &["out"]),
         ("pcp" | "prefill", _) => parts_of_prefill(family, what),
+        ("index" | "compress" | "sharing", _) => parts_of_shared_tokens(family, what),
         ("kda", "state" | "gates") => all(&["kda"], &["state"]),
         ("kda", "core" | "window") => all(&["kda"], &[what]),
         ("kda", _) => all(&["kda"], &["out"]),
@@ -124,6 +125,26 @@ fn parts_of_prefill(family: &str, what: &str) -> Vec<String> {
         _ => &["out"],
     };
     names.iter().map(|name| format!("{family}.{name}")).collect()
+}
+
+/// Of an indexer and a compressor of shared rows, and of layers that share a selection.
+fn parts_of_shared_tokens(family: &str, what: &str) -> Vec<String> {
+    let name = match (family, what) {
+        (_, "rows") => "rows",
+        ("index", "bounds") => "row_lens",
+        ("index", "gather") => "gathered_key",
+        ("index", "scores") => "index_scores",
+        ("index", "choice" | "padding") => "local_topk",
+        ("index", _) => "topk",
+        ("sharing", "layers") => "computes",
+        ("sharing", "source") => "source",
+        ("sharing", _) => "rebuilds",
+        (_, "blocks") => "entry_start_loc",
+        (_, "visible") => "entry_lens",
+        (_, "state") => "new_state_kv",
+        _ => "entries",
+    };
+    vec![format!("{family}.{name}")]
 }
 
 /// Parts that show attention over selected tokens.

@@ -65,7 +65,10 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 /// Operations that no kernel does.
 const WITHOUT_KERNELS: &[OperationKind] = &[
     OperationKind::AttendPcp,
+    OperationKind::SelectPcp,
+    OperationKind::CompressPcp,
     OperationKind::AcceptDrafts,
+    OperationKind::IndexLayers,
     OperationKind::SelectSparse,
     OperationKind::Kda,
     OperationKind::Forward,
@@ -125,9 +128,12 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::PcpLayout
         | OperationKind::AcceptDrafts
         | OperationKind::SelectSparse
+        | OperationKind::IndexLayers
         | OperationKind::Kda
         | OperationKind::Forward
         | OperationKind::AttendPcp
+        | OperationKind::SelectPcp
+        | OperationKind::CompressPcp
         | OperationKind::PackLse => None,
     };
     let observables = kind

@@ -186,9 +186,12 @@ impl Group {
             Operation::InGroup { .. }
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
+            | Operation::IndexLayers { .. }
             | Operation::Kda { .. }
             | Operation::Forward { .. }
-            | Operation::AttendPcp { .. } => {
+            | Operation::AttendPcp { .. }
+            | Operation::SelectPcp { .. }
+            | Operation::CompressPcp { .. } => {
                 unreachable!("the step was answered before")
             }
         }
@@ -281,6 +284,9 @@ impl Session for CudaSession {
             Operation::AcceptDrafts { .. } => {
                 return unsupported("no kernel accepts drafts".to_owned());
             }
+            Operation::IndexLayers { .. } => {
+                return unsupported("no model is loaded whose layers could share".to_owned());
+            }
             Operation::SelectSparse { .. } => {
                 return unsupported("there is no kernel of an indexer".to_owned());
             }
@@ -289,6 +295,11 @@ impl Session for CudaSession {
             }
             Operation::AttendPcp { .. } => {
                 return unsupported("no kernel attends for rows that are shared out".to_owned());
+            }
+            Operation::SelectPcp { .. } | Operation::CompressPcp { .. } => {
+                return unsupported(
+                    "no kernel selects or compresses for rows that are shared out".to_owned(),
+                );
             }
             Operation::AttendSelected { .. } if !self.attends_latents(number) => {
                 return unsupported("the kernel of selected tokens is that of MLA".to_owned());

@@ -12,9 +12,13 @@ fn a_machine_without_a_device_is_told_what_is_missing_and_one_with_it_opens() {
             assert_eq!(
                 missing.copied().collect::<Vec<_>>(),
                 [
+                    OperationKind::AttendPcp,
+                    OperationKind::SelectPcp,
+                    OperationKind::CompressPcp,
                     OperationKind::AcceptDrafts,
                     OperationKind::SelectSparse,
                     OperationKind::Kda,
+                    OperationKind::IndexLayers,
                     OperationKind::Forward
                 ]
             );

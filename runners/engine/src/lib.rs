@@ -9,6 +9,7 @@ mod acceptance;
 pub mod archive;
 mod configuration;
 mod effective;
+mod indexing;
 mod kda;
 mod large;
 mod moe;
@@ -17,6 +18,7 @@ mod prefill;
 mod profile;
 mod session;
 mod settings;
+mod sharing;
 mod sparse;
 mod stack;
 mod tensor;
@@ -25,6 +27,7 @@ mod vocabulary;
 pub use acceptance::AcceptanceMethod;
 pub use configuration::{Attention, CommBackend, Configuration, ConfigurationError, LaneOrder};
 pub use effective::EffectivePath;
+pub use indexing::{CompressPlan, IndexPlan};
 pub use kda::{KdaGate, KdaPlan};
 pub use moe::{
     Activation, ExpertChoice, ExpertSharding, MaskedFill, MoeExchange, MoePlan, Renormalise, Router, Scoring,
@@ -34,7 +37,8 @@ pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, Ten
 pub use prefill::{PcpDecodes, PcpPlan, PcpStrategy};
 pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
-pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation};
+pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation, Warning};
+pub use sharing::{IndexSharing, IndexerType, SharingRule};
 pub use sparse::{SelectionMode, Selector, SlotList};
 pub use stack::{LayerKind, LayerPattern, StackExperts, StackPlan, StreamLayout};
 pub use tensor::{Tensor, TensorError, Tensors};

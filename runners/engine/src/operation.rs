@@ -1,15 +1,26 @@
 //! What an engine is asked to compute: one closed list, each entry with its tensors.
 
+mod tensors;
+
 use std::fmt;
 use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    AcceptanceMethod, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan, PcpStrategy, Router, Selector,
-    SlotList, StackPlan, Tensor, Tensors,
+    AcceptanceMethod, CompressPlan, IndexPlan, IndexSharing, KdaPlan, LseBase, MoePlan, PcpDecodes, PcpPlan,
+    PcpStrategy, Router, Selector, SlotList, StackPlan, Tensor, Tensors,
 };
-use crate::{acceptance, kda, moe, prefill, sparse, stack};
+use crate::{acceptance, indexing, kda, moe, prefill, sharing, sparse, stack};
+
+use tensors::{
+    ATTEND, CONTEXT, IMPORT_CACHE, LAYOUT, LOAD_CACHE, MERGE_PARTIALS, MERGE_SEGMENTS, MERGE_STATES,
+    PACK_LSE, READ_CACHE, WRITE_KV,
+};
+pub(crate) use tensors::{
+    BLOCK_TABLE, GATHERED_QUERY, LSE, OUT, PARTIAL_LSE, PARTIAL_OUT, QUERY, QUERY_START, SEQ_LENS,
+    UP_PROJECTION, spec,
+};
 
 /// Which keys a query row of a multi-token request sees.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -116,6 +127,22 @@ pub enum Operation {
         /// How rows are shared out, and what queries are cast to.
         plan: PcpPlan,
     },
+    /// Select the tokens that each row of a shared batch attends to: each rank scores its own rows by the gathered keys of all positions
+    /// before them, and what is selected is gathered and brought back into the batch's order.
+    ///
+    /// `P`, `R` and `N` as in [`Self::PcpLayout`]; `I`, `D` and `k` as in [`Self::SelectSparse`]. No rank of the session is asked for.
+    SelectPcp {
+        /// How rows are shared out, and how many tokens they select.
+        plan: IndexPlan,
+    },
+    /// Compress the tokens of a shared batch: blocks of `m` consecutive tokens of a request are pooled into an entry each by softmax gates,
+    /// whatever ranks their rows are on (DeepSeek-V4 `Compressor`, without the norm, the rotation and the cast behind it).
+    ///
+    /// `P`, `R` and `N` as in [`Self::PcpLayout`]; `d` columns of an entry. No rank of the session is asked for.
+    CompressPcp {
+        /// How rows are shared out, and what a block is.
+        plan: CompressPlan,
+    },
     /// Choose the experts of given logits: `N` tokens, `E` experts, `k` of them for each token.
     Route {
         /// How they are chosen and weighed.
@@ -170,6 +197,13 @@ pub enum Operation {
         /// How decays are made, and what the session keeps.
         plan: KdaPlan,
     },
+    /// Say which layers of a model compute a selection and which attend by that of a layer before them (IndexShare).
+    ///
+    /// `n` layers, those of the model first, then those of its drafts.
+    IndexLayers {
+        /// What the model's configuration says of it, and whose reading of it is asked for.
+        sharing: IndexSharing,
+    },
     /// One step of new rows through all layers of a small transformer, from token ids to the greedy token behind each row.
     ///
     /// `L` layers, `V` tokens of the vocabulary, `h` hidden width, `I` inner width of an MLP, `P` rotary width, `Vo` width of a head behind the
@@ -222,6 +256,10 @@ pub enum OperationKind {
     PcpLayout,
     /// [`Operation::AttendPcp`].
     AttendPcp,
+    /// [`Operation::SelectPcp`].
+    SelectPcp,
+    /// [`Operation::CompressPcp`].
+    CompressPcp,
     /// [`Operation::Route`].
     Route,
     /// [`Operation::Moe`].
@@ -234,6 +272,8 @@ pub enum OperationKind {
     AttendSelected,
     /// [`Operation::Kda`].
     Kda,
+    /// [`Operation::IndexLayers`].
+    IndexLayers,
     /// [`Operation::Forward`].
     Forward,
 }
@@ -292,12 +332,15 @@ impl Operation {
             Self::InGroup { step, .. } => step.kind(inputs),
             Self::PcpLayout { .. } => OperationKind::PcpLayout,
             Self::AttendPcp { .. } => OperationKind::AttendPcp,
+            Self::SelectPcp { .. } => OperationKind::SelectPcp,
+            Self::CompressPcp { .. } => OperationKind::CompressPcp,
             Self::Route { .. } => OperationKind::Route,
             Self::Moe { .. } => OperationKind::Moe,
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
             Self::SelectSparse { .. } => OperationKind::SelectSparse,
             Self::AttendSelected { .. } => OperationKind::AttendSelected,
             Self::Kda { .. } => OperationKind::Kda,
+            Self::IndexLayers { .. } => OperationKind::IndexLayers,
             Self::Forward { .. } => OperationKind::Forward,
         }
     }
@@ -311,7 +354,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 22] = [
+    pub const ALL: [Self; 25] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -327,12 +370,15 @@ impl OperationKind {
         Self::PackLse,
         Self::PcpLayout,
         Self::AttendPcp,
+        Self::SelectPcp,
+        Self::CompressPcp,
         Self::Route,
         Self::Moe,
         Self::AcceptDrafts,
         Self::SelectSparse,
         Self::AttendSelected,
         Self::Kda,
+        Self::IndexLayers,
         Self::Forward,
     ];
 
@@ -354,12 +400,15 @@ impl OperationKind {
             Self::PackLse => "pack_lse",
             Self::PcpLayout => "pcp_layout",
             Self::AttendPcp => "attend_pcp",
+            Self::SelectPcp => "select_pcp",
+            Self::CompressPcp => "compress_pcp",
             Self::Route => "route",
             Self::Moe => "moe",
             Self::AcceptDrafts => "accept_drafts",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
             Self::Kda => "kda",
+            Self::IndexLayers => "index_layers",
             Self::Forward => "forward",
         }
     }
@@ -380,12 +429,15 @@ impl OperationKind {
             Self::PackLse => PACK_LSE,
             Self::PcpLayout => prefill::LAYOUT,
             Self::AttendPcp => prefill::ATTEND,
+            Self::SelectPcp => indexing::SELECT,
+            Self::CompressPcp => indexing::COMPRESS,
             Self::Route => moe::ROUTE,
             Self::Moe => moe::MOE,
             Self::AcceptDrafts => acceptance::TENSORS,
             Self::SelectSparse => sparse::SELECT,
             Self::AttendSelected => sparse::ATTEND,
             Self::Kda => kda::TENSORS,
+            Self::IndexLayers => sharing::TENSORS,
             Self::Forward => stack::TENSORS,
         }
     }
@@ -406,180 +458,6 @@ impl FromStr for OperationKind {
         })
     }
 }
-
-pub(crate) const fn spec(
-    name: &'static str,
-    provenance: Provenance,
-    shape: &'static str,
-    meaning: &'static str,
-) -> TensorSpec {
-    TensorSpec { name, provenance, shape, meaning }
-}
-
-use Provenance::{Given, Observable, Output};
-
-pub(crate) const SEQ_LENS: TensorSpec =
-    spec("seq_lens", Given, "i32 [n]", "total tokens of each request, the new rows included; 0 is legal");
-pub(crate) const QUERY_START: TensorSpec = spec(
-    "query_start_loc",
-    Given,
-    "i32 [n+1]",
-    "first row of each request; rows from the last entry on are graph padding",
-);
-pub(crate) const BLOCK_TABLE: TensorSpec = spec(
-    "block_table",
-    Given,
-    "i32 [n, width]",
-    "block ids, one per virtual block of B·dcp tokens; entries that are not needed hold ids out of range",
-);
-pub(crate) const OUT: TensorSpec =
-    spec("out", Output, "contract's output type [ranks, T, H, V or Dv]", "output of each rank's own heads");
-pub(crate) const LSE: TensorSpec =
-    spec("lse", Output, "f32 [ranks, T, H]", "natural LSE of each rank's own heads");
-
-const LAYOUT: &[TensorSpec] = &[
-    SEQ_LENS,
-    QUERY_START,
-    BLOCK_TABLE,
-    spec("local_lens", Output, "i32 [ranks, n]", "tokens of each request that the rank holds"),
-    spec("row_lens", Output, "i32 [ranks, T]", "tokens that a causal row sees on the rank; 0 for padding"),
-    spec("draft_lens", Output, "i32 [ranks, T]", "tokens that a bidirectional row sees on the rank"),
-    spec(
-        "slots",
-        Output,
-        "i64 [ranks, Σ seq_lens]",
-        "slot of each position of each request, −1 where not owned",
-    ),
-    spec("blocks_needed", Output, "i32 [ranks, n]", "block-table entries that each request needs"),
-    spec(
-        "units",
-        Output,
-        "i32 [ranks, 3]",
-        "tokens of a virtual block, of a prefix-hash unit, of a sub-page",
-    ),
-    spec("sub_page_table", Output, "i32 [ranks, n, pages]", "block table expanded to sub-pages"),
-];
-const WRITE_KV: &[TensorSpec] = &[
-    spec("key", Given, "bf16 [N, K, Dk]", "keys of N tokens (MLA: latent and rotary part)"),
-    spec("value", Given, "bf16 [N, K, Dv]", "values of N tokens; absent for MLA"),
-    spec("positions", Given, "i64 [N]", "position of each token in its request"),
-    spec("requests", Given, "i32 [N]", "request of each token, −1 for graph padding"),
-    BLOCK_TABLE,
-    spec("slots", Observable, "i64 [ranks, N]", "slot that each rank wrote, −1 for none"),
-];
-const READ_CACHE: &[TensorSpec] = &[
-    spec("key_cache", Output, "kv_dtype [ranks, blocks, B, K, Dk]", "raw codes of the cache"),
-    spec("value_cache", Output, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
-];
-const LOAD_CACHE: &[TensorSpec] = &[
-    spec("key_cache", Given, "kv_dtype [ranks, blocks, B, K, Dk]", "raw codes; unused slots hold NaN"),
-    spec("value_cache", Given, "kv_dtype [ranks, blocks, B, K, Dv]", "absent for MLA"),
-];
-const IMPORT_CACHE: &[TensorSpec] = &[
-    spec(
-        "source_key_cache",
-        Given,
-        "kv_dtype [source dcp, source blocks, source B, K, Dk]",
-        "raw codes of all ranks of one group of the source",
-    ),
-    spec(
-        "source_value_cache",
-        Given,
-        "kv_dtype [source dcp, source blocks, source B, K, Dv]",
-        "absent for MLA",
-    ),
-    spec(
-        "source_block_table",
-        Given,
-        "i32 [n, source width]",
-        "block ids in the given caches, one per virtual block of the source",
-    ),
-    spec("seq_lens", Given, "i32 [n]", "tokens of each request that are taken over; 0 is legal"),
-    BLOCK_TABLE,
-];
-pub(crate) const QUERY: TensorSpec = spec(
-    "query",
-    Given,
-    "bf16 [T, Hall, Dk]",
-    "query of every head; a rank projects its own heads unless QREP is on",
-);
-pub(crate) const UP_PROJECTION: TensorSpec =
-    spec("w_uv", Given, "bf16 [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space");
-pub(crate) const PARTIAL_OUT: TensorSpec =
-    spec("partial_out", Observable, "f32 [ranks, T, Hg, Dv or V]", "what the rank hands to the exchange");
-pub(crate) const PARTIAL_LSE: TensorSpec =
-    spec("partial_lse", Observable, "f32 [ranks, T, Hg]", "LSE that goes with it, in the declared base");
-pub(crate) const GATHERED_QUERY: TensorSpec =
-    spec("gathered_query", Observable, "bf16 [ranks, T, Hg, Dk]", "query that the rank's kernel received");
-const ATTEND: &[TensorSpec] = &[
-    QUERY,
-    SEQ_LENS,
-    QUERY_START,
-    BLOCK_TABLE,
-    UP_PROJECTION,
-    OUT,
-    LSE,
-    PARTIAL_OUT,
-    PARTIAL_LSE,
-    spec("row_lens", Observable, "i32 [ranks, T]", "tokens that each row saw on the rank"),
-    GATHERED_QUERY,
-];
-const CONTEXT: &[TensorSpec] = &[
-    spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head for the new tokens"),
-    spec("key", Given, "bf16 [T, K, Dk]", "keys of the new tokens"),
-    spec("value", Given, "bf16 [T, K, Dv]", "values of the new tokens; absent for MLA"),
-    spec("context_lens", Given, "i32 [n]", "cached tokens of each request; 0 is legal"),
-    QUERY_START,
-    BLOCK_TABLE,
-    OUT,
-    LSE,
-    spec(
-        "context_out",
-        Observable,
-        "f32 [ranks, T, H, Dv]",
-        "state of the context alone, after the chunk merges",
-    ),
-    spec("context_lse", Observable, "f32 [ranks, T, H]", "its LSE, −inf without context"),
-    spec(
-        "gathered_key",
-        Observable,
-        "f32 [ranks, Σ context_lens, K, Dk]",
-        "context keys by chunk and request, in the order used",
-    ),
-    spec("chunk_lens", Observable, "i32 [ranks, chunks, n]", "context tokens of each request in each chunk"),
-];
-const MERGE_PARTIALS: &[TensorSpec] = &[
-    spec("partial_out", Given, "f32 or bf16 [dcp, T, Hg, D]", "partial outputs; may be a strided view"),
-    spec(
-        "partial_lse",
-        Given,
-        "f32 [dcp, T, Hg]",
-        "LSEs in the operation's `lse_base`, natural unless it says otherwise; −inf for an empty partial; may be a strided view",
-    ),
-    spec("out", Output, "bf16 or f32 [dcp, T, H, D]", "merged output of each rank's own heads"),
-    spec("lse", Output, "f32 [dcp, T, H]", "merged LSE, in the same base"),
-];
-const MERGE_STATES: &[TensorSpec] = &[
-    spec("prefix_out", Given, "f32 or bf16 [T, H, D]", "first state; may be a strided view"),
-    spec("prefix_lse", Given, "f32 [T, H]", "its natural LSE"),
-    spec("suffix_out", Given, "f32 or bf16 [T, H, D]", "second state"),
-    spec("suffix_lse", Given, "f32 [T, H]", "its natural LSE"),
-    spec("out", Output, "bf16 or f32 [1, T, H, D]", "merged output"),
-    spec("lse", Output, "f32 [1, T, H]", "merged natural LSE"),
-];
-const MERGE_SEGMENTS: &[TensorSpec] = &[
-    spec("segment_max", Given, "f32 [segments, T, H]", "base-2 maximum of each segment"),
-    spec("segment_sum", Given, "f32 [segments, T, H]", "sum of 2^(s − max) of each segment"),
-    spec("segment_acc", Given, "f32 [segments, T, H, D]", "unnormalised accumulator of each segment"),
-    spec("row_lens", Given, "i32 [T]", "tokens of each row, which decide how many segments are read"),
-    spec("out", Output, "f32 [1, T, H, D]", "merged output"),
-    spec("lse", Output, "f32 [1, T, H]", "merged natural LSE"),
-];
-const PACK_LSE: &[TensorSpec] = &[
-    spec("lse", Given, "f32 [n]", "any bit pattern, NaNs included"),
-    spec("lanes", Output, "u16 [1, n, 2]", "the two lanes in wire order"),
-    spec("unpacked", Output, "f32 [1, n]", "the joined value"),
-];
 
 #[cfg(test)]
 mod tests;

@@ -122,11 +122,11 @@ pub struct PcpPlan {
     pub query_scale: f32,
 }
 
-const STARTS: TensorSpec =
+pub(crate) const STARTS: TensorSpec =
     spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows");
-const CONTEXTS: TensorSpec =
+pub(crate) const CONTEXTS: TensorSpec =
     spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal");
-const PREFILLING: TensorSpec =
+pub(crate) const PREFILLING: TensorSpec =
     spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode");
 
 pub(crate) const LAYOUT: &[TensorSpec] = &[

@@ -73,13 +73,16 @@ pub enum RuleSetName {
     AtomNext,
     /// vLLM.
     Vllm,
+    /// vLLM with pull request 48392: caches of a draft whose KV heads are replicated over the group.
+    VllmNext,
     /// vLLM on Ascend.
     VllmAscend,
 }
 
 impl RuleSetName {
     /// All rule sets, in a stable order.
-    pub const ALL: [Self; 5] = [Self::Own, Self::Atom, Self::AtomNext, Self::Vllm, Self::VllmAscend];
+    pub const ALL: [Self; 6] =
+        [Self::Own, Self::Atom, Self::AtomNext, Self::Vllm, Self::VllmNext, Self::VllmAscend];
 
     /// Name as it stands in case files.
     pub fn name(self) -> &'static str {
@@ -88,6 +91,7 @@ impl RuleSetName {
             Self::Atom => "atom",
             Self::AtomNext => "atom_next",
             Self::Vllm => "vllm",
+            Self::VllmNext => "vllm_next",
             Self::VllmAscend => "vllm_ascend",
         }
     }
@@ -137,17 +141,36 @@ pub struct Validation {
     pub reason: String,
     /// Features that were switched off, when taken.
     pub disabled: Vec<Disabled>,
+    /// Settings that hold, but that the engine warns of, when taken.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub warnings: Vec<Warning>,
+}
+
+/// A setting that holds with a caution.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Warning {
+    /// Setting that the user had better change.
+    pub setting: String,
+    /// Why, as the engine says it.
+    pub reason: String,
 }
 
 impl Validation {
     /// Taken as asked.
     pub fn accept() -> Self {
-        Self { decision: Decision::Accept, reason: String::new(), disabled: Vec::new() }
+        Self { decision: Decision::Accept, reason: String::new(), disabled: Vec::new(), warnings: Vec::new() }
     }
 
     /// Refused.
     pub fn reject(reason: impl Into<String>) -> Self {
-        Self { decision: Decision::Reject, reason: reason.into(), disabled: Vec::new() }
+        Self { decision: Decision::Reject, reason: reason.into(), ..Self::accept() }
+    }
+
+    /// Adds a setting that the engine warns of, builder style.
+    #[must_use]
+    pub fn warning(mut self, setting: &str, reason: impl Into<String>) -> Self {
+        self.warnings.push(Warning { setting: setting.to_owned(), reason: reason.into() });
+        self
     }
 
     /// Adds a feature that was switched off, builder style.

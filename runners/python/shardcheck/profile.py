@@ -29,8 +29,11 @@ OPERATIONS = (
     "accept_drafts",
     "select_sparse",
     "attend_pcp",
+    "select_pcp",
+    "compress_pcp",
     "attend_selected",
     "kda",
+    "index_layers",
     "forward",
 )
 """Every operation, which is also the name of the session's method."""

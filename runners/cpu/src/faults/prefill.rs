@@ -25,7 +25,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "a rank's chunk from the end is 2P − r: the one in the middle is on no rank",
         class: FaultClass::LayoutIndex,
         bugs: &[],
-        killed_by: &["pcp.partition", "pcp.restore", "prefill.rows"],
+        killed_by: &["pcp.partition", "pcp.restore", "prefill.rows", "index.rows", "compress.rows"],
         apply: |p| p.prefill.tail = |rank, ranks| 2 * ranks - rank,
     },
     Fault {

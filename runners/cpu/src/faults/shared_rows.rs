@@ -231,7 +231,7 @@ pub(super) const FAULTS: &[Fault] = &[
 ];
 
 /// Places in the order of arrival: rank after rank, padding left out.
-fn rank_major(shares: &Shares) -> Vec<i64> {
+pub(super) fn rank_major(shares: &Shares) -> Vec<i64> {
     let filled = shares.gathered.iter().enumerate().filter(|(_, row)| row.is_some());
     let mut places: Vec<i64> = filled.map(|(place, _)| place as i64).collect();
     places.truncate(shares.rows);
@@ -239,7 +239,7 @@ fn rank_major(shares: &Shares) -> Vec<i64> {
 }
 
 /// Places as if ranks had no padding, used on rows that have it.
-fn behind_padding(places: &[i64], shares: &Shares) -> Vec<i64> {
+pub(super) fn behind_padding(places: &[i64], shares: &Shares) -> Vec<i64> {
     let padded = shares.padded.max(1);
     let before: Vec<usize> =
         (0..shares.counts.len()).map(|rank| shares.counts[..rank].iter().sum()).collect();

@@ -93,7 +93,7 @@ pub fn cast(value: f32, dtype: Dtype, scale: f32) -> f32 {
     decode_f32(dtype, encode_f32(dtype, value * scale.recip(), Overflow::Saturate)) * scale
 }
 
-fn gather(link: &Link<'_>, name: &'static str, own: Vec<f32>) -> Result<Vec<f32>, Stop> {
+pub(super) fn gather(link: &Link<'_>, name: &'static str, own: Vec<f32>) -> Result<Vec<f32>, Stop> {
     if link.world == 1 {
         return Ok(own);
     }
@@ -369,7 +369,7 @@ impl Step<'_> {
 }
 
 /// Appends row `place` of a buffer of rows; NaN where there is none.
-fn push_row(to: &mut Vec<f32>, from: &[f32], place: i64, width: usize) {
+pub(super) fn push_row(to: &mut Vec<f32>, from: &[f32], place: i64, width: usize) {
     let row = usize::try_from(place).ok().and_then(|place| from.get(place * width..(place + 1) * width));
     match row {
         Some(row) => to.extend_from_slice(row),

@@ -9,6 +9,8 @@ use super::{
 
 /// Fewest heads of ATOM's MLA kernels.
 const MLA_MIN_HEADS: i64 = 16;
+/// Most heads that one of them is made for.
+const MLA_MAX_HEADS: i64 = 128;
 
 /// Rules in order; `next` for the later revision.
 pub fn rules(next: bool) -> Vec<Rule> {
@@ -22,7 +24,7 @@ pub fn rules(next: bool) -> Vec<Rule> {
         DRAFTS_NEED_GFX950,
     ];
     if !next {
-        rules.push(SPARSE_DECODES_ONE_ROW);
+        rules.extend([GATHERED_HEADS_FIT_A_KERNEL, SPARSE_DECODES_ONE_ROW]);
     }
     rules.push(QUERY_REPLICATION_NEEDS_A_GROUP);
     rules.push(if next { QUERY_REPLICATION_BY_LAYER } else { QUERY_REPLICATION_WITHOUT_DRAFTS });
@@ -75,6 +77,18 @@ const DRAFTS_NEED_GFX950: Rule = Rule {
         reject_if(f.speculative && f.dcp > 1 && f.arch != "gfx950", || {
             format!("speculative decode with dcp {} needs gfx950, this is {}", f.dcp, f.arch)
         })
+    },
+};
+
+/// The earlier revision folds heads onto its 16-head kernel, which is slow and wrong for several rows; the later one fails in the kernel.
+const GATHERED_HEADS_FIT_A_KERNEL: Rule = Rule {
+    id: "gathered-heads-fit-a-kernel",
+    judge: |f| match f.gathered_heads() {
+        Some(heads) if f.dcp > 1 && heads > MLA_MAX_HEADS => Outcome::Warn(
+            "decode_context_parallel_size",
+            format!("{heads} gathered heads are more than {MLA_MAX_HEADS}: lower dcp or raise tp"),
+        ),
+        _ => Outcome::Pass,
     },
 };
 

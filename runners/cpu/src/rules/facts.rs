@@ -45,7 +45,13 @@ pub const SETTING_NAMES: &[Setting] = &[
     setting("query_heads", "integer, unknown", "query heads of the model"),
     setting("kv_heads", "integer, unknown", "KV heads of the model, 1 for MLA"),
     setting("draft_query_heads", "integer, unknown", "query heads of the draft model (vLLM-Ascend)"),
-    setting("draft_kv_heads", "integer, unknown", "KV heads of the draft model (vLLM-Ascend)"),
+    setting("draft_model", "text, \"\"", "kind of the draft model: qwen3_dflash, qwen3_dspark, … (vLLM)"),
+    setting("draft_kv_dtype", "text, \"auto\"", "format of the draft's cache (vLLM)"),
+    setting(
+        "draft_kv_heads",
+        "integer, unknown",
+        "KV heads of the draft model, 1 for MLA (vLLM, vLLM-Ascend)",
+    ),
     setting("sparse", "truth, false", "sparse attention (DSA)"),
     setting("query_len", "integer, 1 + speculative_tokens", "rows a request in decode"),
     setting(
@@ -67,7 +73,7 @@ pub const SETTING_NAMES: &[Setting] = &[
     setting("kv_transfer", "truth, false", "KV caches travel between instances"),
     setting("sparse_kv_offload", "truth, false", "sparse KV offload (vLLM-Ascend)"),
     setting("replicated_indexer", "truth, false", "indexer cache on every rank (vLLM-Ascend)"),
-    setting("runner", "text, \"v1\"", "model runner v1 or v2 (vLLM-Ascend)"),
+    setting("runner", "text, \"v1\"", "model runner v1 or v2 (vLLM-Ascend; v2 when absent in vLLM)"),
     setting("max_model_len", "integer, unlimited", "longest request in tokens"),
     setting("lora", "truth, false", "LoRA adapters"),
     setting("encoder_decoder", "truth, false", "encoder-decoder model"),

@@ -2,8 +2,8 @@
 //! backend must declare.
 
 use super::{
-    A2A_SPLITS_HEADS, DCP_DIVIDES_TP, GQA_REPLICATION, INTERLEAVE_FITS_BLOCK, KNOWN_BACKEND, Outcome, Rule,
-    reject_if,
+    A2A_SPLITS_HEADS, DCP_DIVIDES_TP, Facts, GQA_REPLICATION, INTERLEAVE_FITS_BLOCK, KNOWN_BACKEND, Outcome,
+    Rule, reject_if,
 };
 
 /// Rules in order.
@@ -97,3 +97,66 @@ pub const RULES: &[Rule] = &[
         },
     },
 ];
+
+/// Draft models whose caches may be replicated.
+const REPLICATING_DRAFTS: [&str; 2] = ["qwen3_dflash", "qwen3_dspark"];
+
+/// Rules of drafts with several KV heads beside sharded caches, whose heads every rank of the group then holds (pull request 48392). A draft
+/// of latent attention keeps its slots and needs none of them.
+pub const REPLICATED_DRAFTS: &[Rule] = &[
+    Rule {
+        id: "replicated-draft-runner",
+        judge: |f| {
+            reject_if(replicates(f) && f.raw.text("runner", "v2") == "v1", || {
+                "runner v1 does not replicate the heads of a draft's cache".to_owned()
+            })
+        },
+    },
+    Rule {
+        id: "replicated-draft-model",
+        judge: |f| {
+            let model = f.raw.text("draft_model", "").to_owned();
+            reject_if(replicates(f) && !REPLICATING_DRAFTS.contains(&model.as_str()), || {
+                format!("draft {model:?} has no cache whose heads are replicated")
+            })
+        },
+    },
+    Rule {
+        id: "replicated-draft-unquantised",
+        judge: |f| {
+            let dtype = f.raw.text("draft_kv_dtype", "auto").to_owned();
+            reject_if(replicates(f) && dtype != "auto" && dtype != "bf16", || {
+                format!("a draft's cache of {dtype} is not replicated")
+            })
+        },
+    },
+    Rule {
+        id: "replicated-draft-whole",
+        judge: |f| {
+            // ranks that hold one head already: none, or the whole group
+            let copies = f.tp / f.integer("draft_kv_heads", 0).max(1);
+            reject_if(replicates(f) && copies > 1 && copies < f.dcp, || {
+                format!(
+                    "a head of the draft is on {copies} ranks of a group of {}: it is replicated in part",
+                    f.dcp
+                )
+            })
+        },
+    },
+    Rule {
+        id: "replicated-draft-query-slots",
+        judge: |f| {
+            if !replicates(f) {
+                return Outcome::Pass;
+            }
+            let reason =
+                "the block attends to its own keys: in a cache of replicated heads its slots are padding";
+            Outcome::Disable("draft_query_slots", reason.to_owned())
+        },
+    },
+];
+
+/// Whether a draft has KV heads that the group must replicate.
+fn replicates(f: &Facts) -> bool {
+    f.dcp > 1 && f.speculative && f.integer("draft_kv_heads", 0) > 1
+}

@@ -59,11 +59,13 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.layers()),
         Trial::new(|battery| battery.drafts()),
         Trial::new(|battery| battery.selections()),
+        Trial::new(|battery| battery.layers_that_share()),
         Trial::new(|battery| battery.selected()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
         Trial::new(|battery| battery.hybrids()),
         Trial::new(|battery| battery.shared_rows()),
+        Trial::new(|battery| battery.shared_tokens()),
         Trial::new(|battery| battery.rules()),
     ];
     for (scene, budget) in contexts() {
@@ -318,10 +320,21 @@ impl Battery<'_> {
                 let answer = self.engine.validate(set, &settings).unwrap();
                 let Answer::Done(validation) = answer else { panic!("{settings:?}") };
                 let features: Vec<_> = validation.disabled.into_iter().map(|d| d.feature).collect();
-                self.note("rules.answers", (format!("{:?}", validation.decision), features));
+                let warned: Vec<_> = validation.warnings.into_iter().map(|w| w.setting).collect();
+                self.note("rules.answers", (format!("{:?}", validation.decision), features, warned));
             }
         }
     }
+}
+
+/// A draft whose heads a group of four ranks among eight must replicate.
+fn replicated_draft(kv_heads: i64, model: &str) -> Settings {
+    Settings::new()
+        .with("tensor_parallel_size", 8)
+        .with("decode_context_parallel_size", 4)
+        .with("speculative_tokens", 4)
+        .with("draft_kv_heads", kv_heads)
+        .with("draft_model", model)
 }
 
 /// Settings that touch every rule that a fault leaves out or adds.
@@ -343,6 +356,11 @@ fn settings() -> Vec<Settings> {
             .with("cp_kv_cache_interleave_size", 3)
             .with("dcp_config", knob("interleave_size", 3.into())),
         sized(8, 8).with("dcp_comm_backend", "ring").with("dcp_config", knob("comm_backend", "ring".into())),
+        sized(2, 2).with("query_heads", 256),
+        replicated_draft(64, "qwen3_dspark"),
+        replicated_draft(64, "llama_eagle3"),
+        replicated_draft(64, "qwen3_dspark").with("draft_kv_dtype", "e4m3fn"),
+        replicated_draft(4, "qwen3_dspark"),
         sized(8, 8).with("mxfp4", true),
         sized(8, 8).with("kv_transfer", true),
         sized(8, 2).with("query_heads", 64).with("kv_heads", 8),

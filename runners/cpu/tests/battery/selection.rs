@@ -1,6 +1,8 @@
 //! Selections of tokens for the battery: rows that see more and fewer tokens than k, ties, negative scores, both formats of keys.
 
-use shardcheck_engine::{Operation, SelectionMode, Selector, SlotList, Tensor, Tensors};
+use shardcheck_engine::{
+    IndexSharing, IndexerType, Operation, SelectionMode, Selector, SharingRule, SlotList, Tensor, Tensors,
+};
 use shardcheck_formats::Dtype;
 
 use super::{Battery, Scene, step};
@@ -34,6 +36,38 @@ impl Battery<'_> {
                         let reply = step(scene.open(self.engine).as_mut(), &operation, &mut inputs);
                         self.reply("sparse", &["topk", "counts", "indptr", "slots", "index_scores"], &reply);
                     }
+                }
+            }
+        }
+    }
+}
+
+impl Battery<'_> {
+    /// Layers that share a selection: periods, lists that are too short, drafts, and what contradicts itself.
+    pub(super) fn layers_that_share(&mut self) {
+        use IndexerType::{Full, Shared};
+        let lists = [(None, None), (Some("FSS"), None), (Some("FSFSFS"), Some(vec![Full, Full, Shared]))];
+        for rule in SharingRule::ALL {
+            for (frequency, offset, index_cache) in
+                [(1, None, false), (1, None, true), (3, None, false), (3, Some(0), true), (2, Some(3), false)]
+            {
+                for (pattern, types) in lists.clone() {
+                    let pattern = pattern.map(str::to_owned);
+                    let sharing = IndexSharing {
+                        rule,
+                        layers: 9,
+                        draft_layers: 2,
+                        index_cache,
+                        frequency,
+                        // the first layer would share
+                        offset: offset.filter(|offset| *offset > 0 || rule == SharingRule::Atom),
+                        pattern,
+                        types,
+                    };
+                    let operation = Operation::IndexLayers { sharing };
+                    let mut session = Scene::small(1).open(self.engine);
+                    let reply = step(session.as_mut(), &operation, &mut Tensors::new());
+                    self.reply("sharing", &["computes", "source", "rebuilds"], &reply);
                 }
             }
         }

@@ -61,6 +61,37 @@ fn an_operation_survives_a_json_round_trip() {
             },
         },
         Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
+        Operation::SelectPcp {
+            plan: IndexPlan {
+                world: 3,
+                strategy: PcpStrategy::Zigzag,
+                decodes: PcpDecodes::Replicated,
+                padded_rows: 0,
+                top_k: 8,
+            },
+        },
+        Operation::CompressPcp {
+            plan: CompressPlan {
+                world: 2,
+                strategy: PcpStrategy::RoundRobin,
+                decodes: PcpDecodes::Split,
+                padded_rows: 9,
+                ratio: 4,
+                overlap: true,
+            },
+        },
+        Operation::IndexLayers {
+            sharing: crate::IndexSharing {
+                rule: crate::SharingRule::Atom,
+                layers: 4,
+                draft_layers: 1,
+                index_cache: true,
+                frequency: 2,
+                offset: Some(3),
+                pattern: None,
+                types: Some(vec![crate::IndexerType::Full, crate::IndexerType::Shared]),
+            },
+        },
         Operation::Kda { plan: KdaPlan { gate: KdaGate::Softplus, slots: 4, drafts: 3, chunk: 8 } },
         Operation::Forward {
             plan: StackPlan {
