@@ -14,6 +14,7 @@ mod kv_groups;
 mod layout;
 mod lse;
 mod moe;
+mod plans;
 mod positions;
 mod prefill;
 mod router;
@@ -154,6 +155,7 @@ pub fn faults() -> &'static [Fault] {
     static FAULTS: LazyLock<Vec<Fault>> = LazyLock::new(|| {
         [
             layout::FAULTS,
+            plans::FAULTS,
             cache::FAULTS,
             causal::FAULTS,
             heads::FAULTS,
