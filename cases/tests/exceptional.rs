@@ -33,7 +33,8 @@ fn exceptions(case: &Case, inputs: &MergeInputs) -> BTreeSet<&'static str> {
         let empty = |state: usize| lses[state] == f64::NEG_INFINITY;
         let finite: Vec<f64> = lses.iter().copied().filter(|lse| lse.is_finite()).collect();
         let some = !finite.is_empty();
-        let gap = finite.iter().copied().fold(f64::MIN, f64::max) - finite.iter().copied().fold(f64::MAX, f64::min);
+        let gap =
+            finite.iter().copied().fold(f64::MIN, f64::max) - finite.iter().copied().fold(f64::MAX, f64::min);
         let holds = [
             (0..states).all(|state| empty(state) && is_nan(state)),
             some && (0..states).any(|state| empty(state) && is_nan(state)),

@@ -133,7 +133,10 @@ mod tests {
             "{body}"
         );
         assert!(
-            !body.contains("from __future__") && !body.contains("from cutting") && !body.contains('@'),
+            !body.contains("from __future__")
+                && !body.contains("from cutting")
+                && !body.contains("@C")
+                && !body.contains("@F"),
             "{body}"
         );
     }

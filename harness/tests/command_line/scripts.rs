@@ -122,7 +122,8 @@ fn a_case_of_many_bytes_has_its_arrays_beside_the_script() {
 #[test]
 fn a_family_without_a_reference_is_refused_with_those_that_have_one() {
     let program = Program::new();
-    let without = "not family(merge_states | merge_partials | decode | verify | draft | context | layout | rules)";
+    let without =
+        "not family(merge_states | merge_partials | decode | verify | draft | context | layout | rules)";
     let ids = program.ids(&["--suite", "engine-smoke", "-E", without]);
     let mut families = std::collections::BTreeSet::new();
     for id in ids.into_iter().filter(|id| families.insert(id.split('/').next().unwrap().to_owned())) {

@@ -103,7 +103,9 @@ class RankGroup:
         """Part j of the first axis goes to rank j."""
         import torch
 
-        parts = [sent.chunk(self.world_size, 0)[self.rank_in_group] for sent in self.exchanged(tensor.clone())]
+        parts = [
+            sent.chunk(self.world_size, 0)[self.rank_in_group] for sent in self.exchanged(tensor.clone())
+        ]
         output.copy_(torch.cat(parts, 0).view(output.shape))
 
 

@@ -138,7 +138,9 @@ class MadeUpReleaseTest(ScriptTest):
                 self.assertNotIn("import shardcheck", script.read_text())
                 code, text = run(script, self.release("pass"))
                 self.assertEqual(code, 1, text)
-                self.assertRegex(text, r"engine: seen nan; out at rank 0, row 0, .*expected .*, allowed .* \.\. ")
+                self.assertRegex(
+                    text, r"engine: seen nan; out at rank 0, row 0, .*expected .*, allowed .* \.\. "
+                )
                 code, text = run(script, self.release(GUARD))
                 self.assertEqual((code, "0 of " in text), (0, True), text)
                 self.assertEqual(run(script, "--self")[0], 0)
@@ -162,7 +164,11 @@ class MadeUpReleaseTest(ScriptTest):
         self.assertEqual(code, 1, text)
         self.assertEqual(run(script, "--seen")[0], 0, "the example itself conforms")
         # a family that the calls know nothing of has the marked place
-        script, said = self.emitted("layout/tiny-gqa/tp2.dcp2.h1.s1.b4.n8.bf16.a2a.hi_lo/5+1.seq/gaussian/1", "--engine", f"python:{engine}:Named")
+        script, said = self.emitted(
+            "layout/tiny-gqa/tp2.dcp2.h1.s1.b4.n8.bf16.a2a.hi_lo/5+1.seq/gaussian/1",
+            "--engine",
+            f"python:{engine}:Named",
+        )
         self.assertIn("no function layout(release, step)", said)
         self.assertIn("put your call here", script.read_text())
 
@@ -177,19 +183,91 @@ class MadeUpReleaseTest(ScriptTest):
 
 # Findings by engine and release: case, what the script must show, and options of the adapter.
 FINDINGS = (
-    ("sglang", "0.5.23", "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/some_empty/contiguous/1", "seen nan; out", ""),
-    ("sglang", "0.5.23", "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/all_empty/contiguous/1", "seen nan; lse", ""),
-    ("sglang", "0.5.23", "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", "seen nan; out", ""),
+    (
+        "sglang",
+        "0.5.23",
+        "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/some_empty/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
+    (
+        "sglang",
+        "0.5.23",
+        "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/all_empty/contiguous/1",
+        "seen nan; lse",
+        "",
+    ),
+    (
+        "sglang",
+        "0.5.23",
+        "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/some_empty/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
     ("sglang", "0.5.23", "merge_partials/w2.t1.h1.d8.f32.ag_rs/broken_lse/contiguous/1", "seen 0.0; out", ""),
-    ("sglang", "0.5.23", "merge_partials/w2.t1.h1.d8.f32.ag_rs/some_empty/contiguous/1", "seen nan; out", "scattered"),
-    ("sglang", "0.5.17", "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/all_empty/contiguous/1", "seen nan; out", ""),
-    ("vllm-ascend", "0.26.0rc1", "merge_states/w2.t1.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", "seen nan; out", ""),
-    ("vllm-ascend", "0.26.0rc1", "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/broken_lse/contiguous/1", "seen nan; out", ""),
-    ("vllm-ascend", "0.26.0rc1", "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/all_empty/contiguous/1", "seen nan; out", "context"),
-    ("vllm-ascend", "0.23.0", "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", "seen nan; out", ""),
-    ("vllm-ascend", "0.26.0rc1", "layout/tiny-gqa16/tp3.dcp3.h1.s1.b4.n4.bf16.a2a.hi_lo/1+2.seq/gaussian/1", "seen 1.0; row_mask at rank 2, row 0", ""),
-    ("vllm-ascend", "0.23.0", "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1", "seen 1.0; row_mask at rank 0, row 0", ""),
-    ("vllm-ascend", "0.23.0.post1", "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1", "seen 1.0; row_mask at rank 0, row 0", ""),
+    (
+        "sglang",
+        "0.5.23",
+        "merge_partials/w2.t1.h1.d8.f32.ag_rs/some_empty/contiguous/1",
+        "seen nan; out",
+        "scattered",
+    ),
+    (
+        "sglang",
+        "0.5.17",
+        "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/all_empty/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.26.0rc1",
+        "merge_states/w2.t1.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.26.0rc1",
+        "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/broken_lse/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.26.0rc1",
+        "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/all_empty/contiguous/1",
+        "seen nan; out",
+        "context",
+    ),
+    (
+        "vllm-ascend",
+        "0.23.0",
+        "merge_partials/w2.t1.h1.d8.bf16.a2a.hi_lo/some_empty/contiguous/1",
+        "seen nan; out",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.26.0rc1",
+        "layout/tiny-gqa16/tp3.dcp3.h1.s1.b4.n4.bf16.a2a.hi_lo/1+2.seq/gaussian/1",
+        "seen 1.0; row_mask at rank 2, row 0",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.23.0",
+        "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1",
+        "seen 1.0; row_mask at rank 0, row 0",
+        "",
+    ),
+    (
+        "vllm-ascend",
+        "0.23.0.post1",
+        "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1",
+        "seen 1.0; row_mask at rank 0, row 0",
+        "",
+    ),
 )
 # The same calls on cases that the release gets right.
 RIGHT = (
@@ -199,7 +277,12 @@ RIGHT = (
     ("sglang", "0.5.23", "merge_partials/w4.t2.h2.d8.f32.ag_rs/random/contiguous/1", "scattered"),
     ("sglang", "0.5.23", "layout/tiny-gqa16/tp4.dcp4.h1.s4.b4.n9.bf16.a2a.hi_lo/14+3_0+3.seq/gaussian/1", ""),
     ("vllm-ascend", "0.26.0rc1", "merge_partials/w4.t2.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", ""),
-    ("vllm-ascend", "0.26.0rc1", "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1", ""),
+    (
+        "vllm-ascend",
+        "0.26.0rc1",
+        "layout/tiny-gqa16/tp2.dcp2.h1.s4.b4.n4.bf16.a2a.hi_lo/8+2.seq/gaussian/1",
+        "",
+    ),
 )
 
 

@@ -20,7 +20,9 @@ def given(step: SimpleNamespace, name: str) -> torch.Tensor:
 
 def merge_states(release: Path, step: SimpleNamespace) -> dict:
     """`merge_state_triton`."""
-    merge = cut(release / KERNELS / "merge_state.py", "merge_state_kernel", "merge_state_triton").merge_state_triton
+    merge = cut(
+        release / KERNELS / "merge_state.py", "merge_state_kernel", "merge_state_triton"
+    ).merge_state_triton
     names = ("prefix_out", "prefix_lse", "suffix_out", "suffix_lse")
     out, lse = merge(*(given(step, name) for name in names))
     return {"out": out[None], "lse": lse[None]}
@@ -29,7 +31,9 @@ def merge_states(release: Path, step: SimpleNamespace) -> dict:
 def merge_partials(release: Path, step: SimpleNamespace) -> dict:
     """`dcp_a2a_lse_reduce`, `cp_lse_ag_out_rs_mla` or `cp_lse_ag_out_rs_mha`: the one that the adapter took, else the one of the exchange."""
     backend, natural = step.configuration["comm_backend"], step.parameters.get("lse_base", "e") == "e"
-    way = step.effective.get("merge") or {"a2a": "exchanged"}.get(backend, "reduced" if natural else "scattered")
+    way = step.effective.get("merge") or {"a2a": "exchanged"}.get(
+        backend, "reduced" if natural else "scattered"
+    )
     kernels = cut(
         release / KERNELS / "dcp_kernels.py",
         *("_correct_attn_cp_out_kernel", "CPTritonContext", "correct_attn_out"),
@@ -66,7 +70,9 @@ def keep(seen: dict, name: str, result: tuple) -> tuple:
     return result
 
 
-def combined(kernels: SimpleNamespace, seen: dict, outs: torch.Tensor, lses: torch.Tensor, **named: bool) -> tuple:
+def combined(
+    kernels: SimpleNamespace, seen: dict, outs: torch.Tensor, lses: torch.Tensor, **named: bool
+) -> tuple:
     """The combine as it is called, and its merged LSE from a second call with LSEs that lie dense."""
     seen["merged"] = kernels.dcp_lse_combine_triton(outs, lses.contiguous(), return_lse=True, **named)[1]
     return kernels.dcp_lse_combine_triton(outs, lses, **named)
@@ -79,8 +85,14 @@ def layout(release: Path, step: SimpleNamespace) -> dict:
     rows = set(torch.diff(given(step, "query_start_loc")).tolist())
     size = {} if c["interleave"] == 1 else {"interleave_size": c["interleave"]}
     members = [rank % c["dcp"] for rank in range(c["tp"])]
-    outputs = {"local_lens": torch.stack([found["get_dcp_lens"](lens, c["dcp"], member, **size) for member in members])}
+    outputs = {
+        "local_lens": torch.stack(
+            [found["get_dcp_lens"](lens, c["dcp"], member, **size) for member in members]
+        )
+    }
     if len(rows) == 1 and "get_dcp_chain_spec_lens" in found:
         count, chain = rows.pop(), found["get_dcp_chain_spec_lens"]
-        outputs["row_lens"] = torch.stack([chain(lens, count, c["dcp"], member, **size) for member in members])
+        outputs["row_lens"] = torch.stack(
+            [chain(lens, count, c["dcp"], member, **size) for member in members]
+        )
     return outputs

@@ -22,7 +22,9 @@ Listed = tuple[torch.Tensor, torch.Tensor]
 class Reads:
     """Lists of one rank. `by` is `backend`, `planner` or `pages`; `member` is the rank's place in its group."""
 
-    def __init__(self, release: Release, configuration: Configuration, layout: Layout, by: str, member: int) -> None:
+    def __init__(
+        self, release: Release, configuration: Configuration, layout: Layout, by: str, member: int
+    ) -> None:
         self.release = release
         self.configuration = configuration
         self.layout = layout
@@ -31,7 +33,9 @@ class Reads:
 
     def table(self, seq_lens: np.ndarray, blocks: np.ndarray) -> torch.Tensor:
         """`req_to_token`, i32 `[n, longest]`: the widened id of each token."""
-        table = np.full((max(1, len(seq_lens)), max(1, int(seq_lens.max(initial=0)))), _NOWHERE, dtype=np.int32)
+        table = np.full(
+            (max(1, len(seq_lens)), max(1, int(seq_lens.max(initial=0)))), _NOWHERE, dtype=np.int32
+        )
         for request, length in enumerate(seq_lens.tolist()):
             positions = np.arange(length)
             table[request, :length] = self.layout.widened(blocks, np.full(length, request), positions)
@@ -98,7 +102,8 @@ class Reads:
         indptr[1:] = lens.cumsum(0)
         within = [torch.arange(n) for n in lens.tolist()]
         found = [
-            row[n // c.block_size] * c.block_size + n % c.block_size for row, n in zip(pages, within, strict=True)
+            row[n // c.block_size] * c.block_size + n % c.block_size
+            for row, n in zip(pages, within, strict=True)
         ]
         return indptr, torch.cat(found).to(torch.int64) if found else torch.zeros(0, dtype=torch.int64)
 

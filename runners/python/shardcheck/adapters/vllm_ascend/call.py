@@ -38,7 +38,9 @@ def layout(release: Path, step: SimpleNamespace) -> dict:
         return outputs  # the kernel's own causal mask
     masks = np.zeros(step.shapes["row_mask"], np.uint8)
     for rank, mask in enumerate(masks):
-        buffer = torch.zeros(len(lens), max(counts.max(initial=1), 1), max(lens.max(initial=1), 1), dtype=torch.bool)
+        buffer = torch.zeros(
+            len(lens), max(counts.max(initial=1), 1), max(lens.max(initial=1), 1), dtype=torch.bool
+        )
         manager = SimpleNamespace(
             pcp_world_size=1,
             pcp_world_rank=0,
@@ -86,9 +88,15 @@ def behind_context(release: Path, outs: torch.Tensor, lses: torch.Tensor) -> obj
     def of_rank(group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         parts = cut(release / CONTEXT / "attention_cp.py", *names, dist=group, **update)
         layer = SimpleNamespace(
-            dcp_size=group.world_size, dcp_group=group, dcp_device_group=group, pcp_size=1, head_size=outs.shape[-1]
+            dcp_size=group.world_size,
+            dcp_group=group,
+            dcp_device_group=group,
+            pcp_size=1,
+            head_size=outs.shape[-1],
         )
-        local = torch.cat([outs[group.rank_in_group], lses[group.rank_in_group][..., None]], -1).permute([1, 2, 0])
+        local = torch.cat([outs[group.rank_in_group], lses[group.rank_in_group][..., None]], -1).permute(
+            [1, 2, 0]
+        )
         gathered = parts._gather_global_context_output(layer, local.contiguous())
         out, lse = parts._update_global_context_output(layer, gathered.permute([2, 0, 1]).contiguous())
         return out, lse[..., 0]
@@ -98,7 +106,12 @@ def behind_context(release: Path, outs: torch.Tensor, lses: torch.Tensor) -> obj
 
 def fused(release: Path, outs: torch.Tensor, lses: torch.Tensor) -> object:
     """The kernels of `sfa_dcp_a2a_fused_combine`, launched as it launches them; itself it takes tensors of an NPU alone."""
-    kernels = cut(release / FUSED, "_pack_sfa_dcp_output_lse_kernel", "_fused_sfa_dcp_lse_combine_kernel", "_lse_pack_dim")
+    kernels = cut(
+        release / FUSED,
+        "_pack_sfa_dcp_output_lse_kernel",
+        "_fused_sfa_dcp_lse_combine_kernel",
+        "_lse_pack_dim",
+    )
     world, rows, heads, width = outs.shape
     own, lanes, block = heads // world, kernels._lse_pack_dim(outs.dtype), 1 << (width - 1).bit_length()
     constants = {"SCATTER_TOKENS": False, "LSE_PACK_DIM": lanes, "BLOCK_D": block}
