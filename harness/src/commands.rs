@@ -43,8 +43,8 @@ pub struct CaseArgs {
     #[arg(long, default_value_t = 1, value_name = "N")]
     pub seed: u64,
 
-    /// Take the cases of these files instead of a suite's (case JSON, as in a run's `cases/*/case.json`)
-    #[arg(long = "case", value_name = "FILE")]
+    /// Take these cases instead of a suite's: files (case JSON, as in a run's `cases/*/case.json`), or ids
+    #[arg(long = "case", value_name = "FILE|ID")]
     pub files: Vec<PathBuf>,
 
     #[command(flatten)]
@@ -60,7 +60,7 @@ impl CaseArgs {
         let mut cases: Vec<Case> = if self.files.is_empty() {
             suite(self.suite, self.seed)
         } else {
-            self.files.iter().map(|path| read_case(path)).collect::<Result<_, _>>()?
+            self.files.iter().map(|path| named_case(path)).collect::<Result<_, _>>()?
         };
         let selection = self.select.selection().map_err(CommandError::usage)?;
         selection
@@ -124,6 +124,14 @@ fn told(outcome: std::io::Result<()>) -> Result<(), CommandError> {
             "failed to write to standard output: {error}; what was printed is not whole"
         ))),
         _ => Ok(()),
+    }
+}
+
+/// The case of a file, or of an id where there is no such file.
+fn named_case(path: &std::path::Path) -> Result<Case, CommandError> {
+    match path.to_str().map(str::parse) {
+        Some(Ok(case)) if !path.exists() => Ok(case),
+        _ => read_case(path),
     }
 }
 

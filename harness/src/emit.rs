@@ -1,10 +1,13 @@
 //! A case as a stand-alone Python script, for the people who mend the engine: inputs, a plain reference, what is allowed.
 //!
-//! The script needs numpy alone and has one place where their call goes. Arrays lie in it as base64, or beside it in an `.npz` when there is
+//! The script needs numpy alone and has one place where their call goes, or it ends in the engine's own call: a file of calls, which the engine names,
+//! then stands in that place, and the script needs what that file imports. Arrays lie in it as base64, or beside it in an `.npz` when there is
 //! more than a megabyte of them.
 
 mod arrays;
+mod calls;
 mod npz;
+mod outputs;
 
 use serde_json::{Value, json};
 use shardcheck_cases::{Case, Family};
@@ -12,12 +15,13 @@ use shardcheck_engine::{Profile, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::export::{Pass, pass_of};
-use crate::judge::Allowed;
-use crate::laboratory::Halt;
 use crate::material::{AttentionMaterial, Material};
 use crate::recording::{Answered, Recording};
 
+pub use calls::{Call, CallError};
+
 use arrays::Arrays;
+use outputs::{Wanted, wanted};
 
 /// Families that a script has a reference for.
 pub const FAMILIES: [Family; 7] = [
@@ -31,7 +35,9 @@ pub const FAMILIES: [Family; 7] = [
 ];
 
 const TEMPLATE: &str = include_str!("emit/script.py");
+const PLACE: &str = include_str!("emit/place.py");
 const DATA_MARK: &str = "@DATA@";
+const ENGINE_MARK: &str = "@ENGINE@";
 
 /// A script, and the arrays that did not fit into it.
 #[derive(Debug)]
@@ -40,40 +46,70 @@ pub struct Script {
     pub text: String,
     /// The `.npz` file that goes beside it.
     pub archive: Option<Vec<u8>>,
+    /// Whether it ends in the engine's own call.
+    pub is_called: bool,
+    /// Why not, where there was a file of calls.
+    pub without_call: Option<CallError>,
 }
 
 /// A case that no script can be written for.
 #[derive(Debug, thiserror::Error)]
-#[error("no script can be written for {id}: {reason}")]
-pub struct EmitError {
-    id: String,
-    reason: String,
+pub enum EmitError {
+    /// A family that the script has no reference for.
+    #[error(
+        "a script has a reference for {}, and {id} is of the family {family}: `shardcheck export DIR --case '{id}'` writes its inputs as files, and \
+         `shardcheck judge DIR` decides on what came back",
+        FAMILIES.map(Family::name).join(", ")
+    )]
+    NoReference {
+        /// Case id.
+        id: String,
+        /// Its family.
+        family: Family,
+    },
+    /// A family that neither a script nor files can ask.
+    #[error(
+        "{id} asks for settings, which a running engine answers and neither a script nor files can: `shardcheck replay '{id}'` asks it"
+    )]
+    Rules {
+        /// Case id.
+        id: String,
+    },
+    /// Nothing to derive a bound from.
+    #[error("no script can be written for {id}: {reason}")]
+    NoBound {
+        /// Case id.
+        id: String,
+        /// What is missing.
+        reason: String,
+    },
 }
 
-/// The script of a case, judged by the contract of `profile`; `recording` holds what an engine answered, where that is known. `archive_name` is the file that large
-/// arrays go into, beside the script.
+/// What a script is to say beside the case.
+#[derive(Debug, Default)]
+pub struct Telling<'a> {
+    /// What an engine answered, where that is known.
+    pub recording: Option<&'a Recording>,
+    /// File that large arrays go into, beside the script.
+    pub archive_name: &'a str,
+    /// The engine's own call.
+    pub call: Option<&'a Call>,
+}
+
+/// The script of a case, judged by the contract of `profile`.
 ///
 /// # Errors
 /// [`EmitError`]: a family without a reference ([`FAMILIES`]), or a case that no bound can be derived for.
-pub fn script(
-    case: &Case,
-    profile: &Profile,
-    recording: Option<&Recording>,
-    archive_name: &str,
-) -> Result<Script, EmitError> {
-    let error = |reason: String| EmitError { id: case.id(), reason };
-    if !FAMILIES.contains(&case.family) {
-        let known = FAMILIES.map(Family::name).join(", ");
-        let reason =
-            format!("there is a reference for {known}; `shardcheck export` writes any case as files");
-        return Err(error(reason));
-    }
+pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<Script, EmitError> {
+    refuse(case)?;
+    let error = |reason: String| EmitError::NoBound { id: case.id(), reason };
     let pass = pass_of(case, profile).map_err(error)?;
     let material = Material::of(case, profile).map_err(error)?;
-    let wanted = wanted(case, &material).map_err(|halt| error(format!("{halt:?}")))?;
-    let seen = recording.and_then(|recording| answered(recording, &pass));
-    let mut arrays = Arrays::default();
     let (last, before) = pass.steps.split_last().ok_or_else(|| error("it has no step".to_owned()))?;
+    let declared = profile.operation(last.request.kind);
+    let wanted = wanted(case, &material, declared).map_err(|halt| error(format!("{halt:?}")))?;
+    let seen = telling.recording.and_then(|recording| answered(recording, &pass));
+    let mut arrays = Arrays::default();
     let writes: Vec<Value> = before
         .iter()
         .enumerate()
@@ -82,6 +118,8 @@ pub fn script(
     let mut data = json!({
         "case": case.id(),
         "family": case.family.name(),
+        "engine": format!("{} {}", profile.engine, profile.version),
+        "release": profile.release_folder,
         "configuration": pass.configuration,
         "operation": last.request.operation,
         "inputs": arrays.tensors("input", &last.inputs),
@@ -91,90 +129,50 @@ pub fn script(
             Material::Attention(material) if case.family != Family::Layout => attention(material, &mut arrays),
             _ => Value::Null,
         },
-        "seen": seen.map_or(Value::Null, |reply| arrays.tensors("seen", &of_interest(&reply, &wanted))),
+        "seen": seen.as_ref().map_or(Value::Null, |reply| arrays.tensors("seen", &of_interest(reply, &wanted))),
+        "effective": seen.as_ref().map_or_else(|| json!({}), |reply| json!(reply.effective)),
         "archive": Value::Null,
     });
     let archive = arrays.finish(&mut data);
     if archive.is_some() {
-        data["archive"] = archive_name.into();
+        data["archive"] = telling.archive_name.into();
     }
     let text = serde_json::to_string_pretty(&data).map_err(|reason| error(reason.to_string()))?;
-    Ok(Script { text: TEMPLATE.replacen(DATA_MARK, &text, 1), archive })
+    let called =
+        telling.call.map(|call| call.body(last.request.kind, &[TEMPLATE, PLACE].concat())).transpose();
+    let (called, without_call) = called.map_or_else(|why| (None, Some(why)), |called| (called, None));
+    Ok(Script { text: filled(called.as_deref(), &text), archive, is_called: called.is_some(), without_call })
 }
 
-/// An output, and what each of its elements may be.
-struct Wanted {
-    name: &'static str,
-    dtype: Dtype,
-    shape: Vec<usize>,
-    allowed: Vec<Allowed>,
-}
-
-impl Wanted {
-    fn value(&self, arrays: &mut Arrays) -> Value {
-        let mut add = |what: &str, of: &dyn Fn(Allowed) -> f64| {
-            let values: Vec<f64> = self.allowed.iter().map(|allowed| of(*allowed)).collect();
-            arrays.numbers(&format!("{}.{what}", self.name), &self.shape, &values)
-        };
-        let (expected, low, high) = (
-            add("expected", &Allowed::expected),
-            add("low", &|allowed| interval(allowed).0),
-            add("high", &|allowed| interval(allowed).1),
-        );
-        json!({"dtype": self.dtype, "shape": self.shape, "expected": expected, "low": low, "high": high})
+/// Refuses what a script can't hold, with what to do instead.
+fn refuse(case: &Case) -> Result<(), EmitError> {
+    let id = case.id();
+    if case.family == Family::Rules {
+        return Err(EmitError::Rules { id });
     }
-}
-
-/// Smallest and largest allowed value; NaN twice where anything is.
-fn interval(allowed: Allowed) -> (f64, f64) {
-    match allowed {
-        Allowed::Exactly(value) => (value, value),
-        Allowed::NegativeInfinity => (f64::NEG_INFINITY, f64::NEG_INFINITY),
-        Allowed::Between { low, high, .. } => (low, high),
-        Allowed::Undefined => (f64::NAN, f64::NAN),
+    if !FAMILIES.contains(&case.family) {
+        return Err(EmitError::NoReference { id, family: case.family });
     }
+    Ok(())
 }
 
-fn wanted(case: &Case, material: &Material) -> Result<Vec<Wanted>, Halt> {
-    let state = |dtype: Dtype, shape: Vec<usize>, out: Vec<Allowed>, lse: Vec<Allowed>| {
-        let states = shape[..3].to_vec();
-        vec![
-            Wanted { name: "out", dtype, shape, allowed: out },
-            Wanted { name: "lse", dtype: Dtype::F32, shape: states, allowed: lse },
-        ]
+/// The template with its places filled; the data last, so that nothing in them is taken for a place.
+fn filled(called: Option<&str>, data: &str) -> String {
+    let (needs, usage, engine) = match called {
+        Some(body) => (
+            "Needs what the calls of the engine below import, and a release of\nthe engine; nothing of shardcheck.",
+            "Run it with the folder of the unpacked release: `python3 THIS FOLDER`.",
+            body,
+        ),
+        None => (
+            "Needs numpy and nothing else.",
+            "Put your call into `engine` below and run this file.",
+            PLACE.trim_end(),
+        ),
     };
-    match material {
-        Material::Merge(material) => {
-            let expected = material.expected()?;
-            let (out, lse) = (expected.out.clone(), expected.lse.clone());
-            Ok(state(material.output_dtype(), material.output_shape(), out, lse))
-        }
-        Material::Attention(material) if case.family == Family::Layout => {
-            let requests = &material.case.workload.requests;
-            let lens = (0..material.ranks()).flat_map(|rank| {
-                let len = move |tokens| material.layout.local_len(tokens, material.dcp_rank(rank));
-                requests.iter().map(move |request| Allowed::Exactly(len(request.seq_len()) as f64))
-            });
-            let shape = vec![material.ranks(), requests.len()];
-            Ok(vec![Wanted { name: "local_lens", dtype: Dtype::I32, shape, allowed: lens.collect() }])
-        }
-        Material::Attention(material) => {
-            let expected = material.expected()?;
-            let shape = material.output_shape();
-            let (mut out, mut lse) = (Vec::new(), Vec::new());
-            for rank in 0..shape[0] {
-                for row in 0..shape[1] {
-                    for head in 0..shape[2] {
-                        let at = row * material.heads() + rank * shape[2] + head;
-                        lse.push(expected.lse[at]);
-                        out.extend_from_slice(&expected.out[at * shape[3]..(at + 1) * shape[3]]);
-                    }
-                }
-            }
-            Ok(state(material.output_dtype(), shape, out, lse))
-        }
-        _ => Err(Halt::Inconclusive("it has no outputs of one step".to_owned())),
-    }
+    let filled = TEMPLATE.replacen("@NEEDS@", needs, 1).replacen("@USE@", usage, 1);
+    let (before, behind) = filled.split_once(ENGINE_MARK).unwrap_or((&filled, ""));
+    format!("{}{engine}{behind}", before.replacen(DATA_MARK, data, 1))
 }
 
 /// What the reference of attention needs: keys and values as the cache holds them, and which of them each row sees.

@@ -15,7 +15,7 @@ use shardcheck_engine::{
     Configuration, Conventions, EffectivePath, EmptyPartial, LaneOrder, LseBase, Operation, OperationKind,
     OperationProfile, Profile, ScaleRounding,
 };
-use shardcheck_formats::{Contract, Dtype, Merge, Overflow};
+use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
 
 pub(crate) use plan::{Pass, pass_of};
 
@@ -203,14 +203,29 @@ fn default_operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::Draft
         | OperationKind::Context
         | OperationKind::AttendSelected => Some(attention),
-        OperationKind::MergePartials | OperationKind::MergeStates => {
+        OperationKind::AttendPcp | OperationKind::MergePartials | OperationKind::MergeStates => {
             Some(Contract { partial: Dtype::F32, ..attention })
         }
         OperationKind::MergeSegments => {
             Some(Contract { partial: Dtype::F32, output: Dtype::F32, ..attention })
         }
-        OperationKind::Route | OperationKind::Moe => Some(Contract::bf16_default(Merge::AgRsBf16)),
-        _ => None,
+        OperationKind::Route | OperationKind::Moe | OperationKind::Forward => {
+            Some(Contract::bf16_default(Merge::AgRsBf16))
+        }
+        // scores and states are sums of 32 bits in any order
+        OperationKind::SelectSparse | OperationKind::SelectPcp | OperationKind::CompressPcp => {
+            Some(Contract { depth: Depth::Any, partial: Dtype::F32, output: Dtype::F32, ..attention })
+        }
+        OperationKind::Kda => Some(Contract { depth: Depth::Any, partial: Dtype::F32, ..attention }),
+        OperationKind::Layout
+        | OperationKind::WriteKv
+        | OperationKind::ReadCache
+        | OperationKind::LoadCache
+        | OperationKind::ImportCache
+        | OperationKind::PackLse
+        | OperationKind::PcpLayout
+        | OperationKind::AcceptDrafts
+        | OperationKind::IndexLayers => None,
     };
     let conventions = Conventions {
         lse_base: LseBase::E,

@@ -15,6 +15,7 @@ mod lists;
 mod merge;
 mod moe;
 mod pcp;
+mod plans;
 mod prefill;
 mod probe;
 mod route;
@@ -75,6 +76,7 @@ impl Property {
 pub fn all() -> impl Iterator<Item = &'static Property> {
     [
         layout::PROPERTIES,
+        plans::PROPERTIES,
         pcp::PROPERTIES,
         acceptance::PROPERTIES,
         sparse::PROPERTIES,

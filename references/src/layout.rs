@@ -169,6 +169,28 @@ impl Layout {
         self.local_len(self.row_boundary(seq_len, q_len, row), rank)
     }
 
+    /// Whether query row `row` of `q_len` sees token `local` of `rank`: its global position is at most that of the row
+    /// (aiter `torch_mla_extend_round_robin`, the mask form of [`Self::verify_row_len`]).
+    pub fn row_sees(&self, seq_len: usize, q_len: usize, row: usize, local: usize, rank: usize) -> bool {
+        self.global_position(local, rank) < self.row_boundary(seq_len, q_len, row)
+    }
+
+    /// Slots of `rank` that query row `row` of `q_len` reads: those of all tokens that it sees there, by their position.
+    ///
+    /// # Panics
+    /// The table does not reach the row's virtual block.
+    pub fn row_slots(
+        &self,
+        seq_len: usize,
+        q_len: usize,
+        row: usize,
+        rank: usize,
+        block_table: &[i32],
+    ) -> Vec<i64> {
+        let positions = 0..self.row_boundary(seq_len, q_len, row);
+        positions.map(|pos| self.slot(pos, rank, block_table)).filter(|slot| *slot != NO_SLOT).collect()
+    }
+
     /// How many tokens of `rank` each row of a non-causal draft block sees: all of them, the block's own
     /// tokens included (ATOM `_propose_with_draft`).
     pub fn draft_row_len(&self, seq_len: usize, rank: usize) -> usize {

@@ -126,6 +126,32 @@ fn a_verification_row_sees_exactly_the_tokens_up_to_its_own() {
 }
 
 #[test]
+fn a_row_sees_and_reads_those_of_a_ranks_tokens_that_were_dealt_no_later_than_its_own() {
+    let mut compared = 0;
+    for layout in configurations().into_iter().filter(|layout| layout.interleave() <= 16) {
+        for (seq_len, q_len) in [(1, 1), (10, 4), (37, 5), (130, 3)] {
+            let deal = dealt(&layout, seq_len);
+            let table: Vec<i32> =
+                (0..layout.blocks_needed(seq_len)).map(|block| 40 - 3 * block as i32).collect();
+            for (row, rank) in (0..q_len).flat_map(|row| (0..layout.world()).map(move |rank| (row, rank))) {
+                let own = seq_len - q_len + row;
+                let mut slots = Vec::new();
+                for (pos, (_, local)) in deal.iter().enumerate().filter(|(_, dealt)| dealt.0 == rank) {
+                    assert_eq!(layout.row_sees(seq_len, q_len, row, *local, rank), pos <= own, "{layout:?}");
+                    if pos <= own {
+                        let block = i64::from(table[pos / (layout.block() * layout.world())]);
+                        slots.push(block * layout.block() as i64 + (local % layout.block()) as i64);
+                    }
+                    compared += 1;
+                }
+                assert_eq!(layout.row_slots(seq_len, q_len, row, rank, &table), slots, "{layout:?}");
+            }
+        }
+    }
+    assert!(compared > 50_000, "only {compared} tokens compared");
+}
+
+#[test]
 fn a_local_mask_on_global_positions_is_a_prefix_of_the_rank() {
     // the kernel form: local token j of rank r is visible to row t iff its global position <= L - q + t
     for layout in configurations().into_iter().filter(|layout| layout.interleave() <= 16) {

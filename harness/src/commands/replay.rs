@@ -4,13 +4,14 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use shardcheck_cases::Case;
+use shardcheck_engine::Profile;
 
 use crate::cli::CommandError;
 use crate::commands::naming::{self, Named};
 use crate::commands::print;
 use crate::commands::reporting::full_text;
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
-use crate::emit::script;
+use crate::emit::{Call, Telling, script};
 use crate::engines::EngineArgs;
 use crate::recording::{Recorder, Recording};
 use crate::report::block::Origin;
@@ -50,9 +51,14 @@ pub struct Args {
     no_diagnose: bool,
 
     /// Write the case as a Python script for whoever mends the engine, and judge nothing: inputs, a plain numpy reference, what is
-    /// allowed of each element, a marked place for a call. Holds what was seen, where that was recorded
+    /// allowed of each element, and the engine's own call where it names a file of calls, else a marked place for one. Holds what was
+    /// seen, where that was recorded
     #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "property"])]
     emit_python: Option<PathBuf>,
+
+    /// Calls of the engine's own functions for the script (docs/scripts.md); those that the engine names when not given
+    #[arg(long, value_name = "FILE", requires = "emit_python")]
+    call: Option<PathBuf>,
 
     /// Print the result as JSON, without a diagnosis (`shardcheck diagnose --json` has it for a run)
     #[arg(long)]
@@ -121,8 +127,16 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     };
     let archive = file.with_extension("npz");
     let archive_name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    let script =
-        script(case, &recording.profile, Some(&recording), &archive_name).map_err(CommandError::usage)?;
+    let call = calls(args, &recording.profile)?;
+    let telling = Telling { recording: Some(&recording), archive_name: &archive_name, call: call.as_ref() };
+    let script = script(case, &recording.profile, &telling).map_err(CommandError::usage)?;
+    if let Some(why) = script.without_call {
+        // a file that was asked for must do; one that the engine names is more than was asked for
+        match args.call {
+            Some(_) => return Err(CommandError::usage(why)),
+            None => eprintln!("{why}"),
+        }
+    }
     let put = |path: &Path, bytes: &[u8]| {
         std::fs::write(path, bytes)
             .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))
@@ -132,11 +146,23 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
         put(&archive, bytes)?;
         eprintln!("arrays lie in {}: keep it beside the script", archive.display());
     }
-    eprintln!(
-        "wrote {}: put a call into its `engine`, and run it with python3 and numpy; --self tries the reference, --seen what was recorded",
-        file.display()
-    );
+    let what_to_do = match script.is_called {
+        true => "run it with the folder of the unpacked release, by a python3 that has what its calls import",
+        false => "put a call into its `engine`, and run it with python3 and numpy",
+    };
+    eprintln!("wrote {}: {what_to_do}; --self tries the reference, --seen what was recorded", file.display());
     Ok(Exit::Passed)
+}
+
+/// The calls that are given, else those that the engine names; none where their file is not on this machine.
+fn calls(args: &Args, profile: &Profile) -> Result<Option<Call>, CommandError> {
+    if let Some(path) = &args.call {
+        return Call::read(path).map(Some).map_err(CommandError::usage);
+    }
+    if profile.call_file.is_empty() {
+        return Ok(None);
+    }
+    Ok(Call::read(Path::new(&profile.call_file)).map_err(|why| eprintln!("{why}")).ok())
 }
 
 /// What was recorded of the case, in its own folder or in that of the run.

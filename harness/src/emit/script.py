@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""One case of a context-parallel attention engine by itself. Needs numpy and nothing else.
+"""One case of a context-parallel attention engine by itself. @NEEDS@
 
-Put your call into `engine` below and run this file: it ends with 0 when every element is allowed, with 1 and
-the worst elements when not. `--self` holds the plain reference against what is allowed, `--seen` what the
-engine answered when the case was recorded. shardcheck wrote this file: its command `shardcheck explain
-operations` says what each tensor holds.
+@USE@ It ends with 0 when every element is allowed, with 1 and the worst elements when
+not. `--self` holds the plain reference against what is allowed, `--seen` what the engine answered when the
+case was recorded. shardcheck wrote this file: its command `shardcheck explain operations` says what each
+tensor holds.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ import numpy as np
 
 DATA = json.loads(r"""@DATA@""")
 
-# ----------------------------------------------------------------------------------------------------------
-# Your engine. `inputs` holds the tensors of the step by name, as numpy arrays (bf16 and fp8 as float32,
-# exactly), and for attention `inputs["writes"]`: the tensors of the KV writes before it, in order.
-# CONFIGURATION has the sizes. Return the outputs by name, all ranks on the first axis, as WANTED lists them.
-
-
-def engine(inputs: dict) -> dict:
-    """What your code gives for the inputs."""
-    raise NotImplementedError("put your call here")
+@ENGINE@
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -136,12 +128,32 @@ def reference_merge() -> dict:
 
 
 def reference_layout() -> dict:
-    """len(L, r) = (L div S*W) * S + clamp(L mod S*W - r*S, 0, S), r being the rank in its group of W."""
-    lens = inputs_of_case()["seq_lens"].astype(np.int64)
-    size, world = CONFIGURATION["interleave"], CONFIGURATION["dcp"]
-    ranks = np.arange(CONFIGURATION["tp"]) % world
-    whole, rest = lens // (size * world), lens % (size * world)
-    return {"local_lens": whole * size + np.clip(rest - ranks[:, None] * size, 0, size)}
+    """Position p lies on rank (p div S) mod W of a group, in the block of table entry p div (B*W); a row sees the
+    positions up to its own."""
+    inputs = inputs_of_case()
+    lens, starts, table = inputs["seq_lens"], inputs["query_start_loc"], inputs["block_table"]
+    size, world, block = CONFIGURATION["interleave"], CONFIGURATION["dcp"], CONFIGURATION["block_size"]
+    ranks, rows = np.arange(CONFIGURATION["tp"]) % world, int(starts[-1])
+    found = {
+        "local_lens": np.zeros((len(ranks), len(lens))),
+        "row_lens": np.zeros((len(ranks), rows)),
+        "slots": np.full((len(ranks), int(lens.sum())), -1.0),
+    }
+    found["row_mask"] = np.zeros(WANTED["row_mask"]["shape"] if "row_mask" in WANTED else (len(ranks), rows, int(lens.max(initial=0))))
+    for index, rank in enumerate(ranks):
+        for request, length in enumerate(lens.tolist()):
+            positions = np.arange(length)
+            own = positions // size % world == rank
+            local = positions // (size * world) * size + positions % size
+            slot = table[request, positions // (block * world)] * block + local % block
+            begin = int(lens[:request].sum())
+            found["local_lens"][index, request] = own.sum()
+            found["slots"][index, begin : begin + length] = np.where(own, slot, -1)
+            for row in range(starts[request], starts[request + 1]):
+                seen = positions[own] <= length - starts[request + 1] + row
+                found["row_lens"][index, row] = seen.sum()
+                found["row_mask"][index, row, : own.sum()] = seen
+    return {name: value for name, value in found.items() if name in WANTED}
 
 
 def reference() -> dict:
@@ -165,9 +177,16 @@ def honest() -> dict:
     return {name: rounded(value, WANTED[name]["dtype"]) for name, value in reference().items()}
 
 
+AXES = {
+    "local_lens": ["rank", "request"],
+    "slots": ["rank", "token of the batch"],
+    "row_mask": ["rank", "row", "token of its request on the rank"],
+}
+
+
 def place(name: str, flat: int) -> str:
     """An element's place in words."""
-    axes = ["rank", "row" if name != "local_lens" else "request", "head", "dim"]
+    axes = AXES.get(name, ["rank", "row", "head", "dim"])
     index = np.unravel_index(flat, WANTED[name]["shape"])
     return f"{name} at " + ", ".join(f"{axis} {at}" for axis, at in zip(axes, index))
 
@@ -179,15 +198,22 @@ def line(name: str, flat: int) -> str:
     return f"{place(name, flat)}: expected {expected!s}, allowed {low!s} .. {high!s}"
 
 
+def as_numbers(values: object) -> np.ndarray:
+    """An output as float64, whether it is numpy's or torch's."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double().numpy()
+    return np.asarray(values, dtype=np.float64)
+
+
 def verdict(outputs: dict, whose: str) -> int:
     """Prints what is wrong with outputs; the exit code."""
     wrong = 0
     for name, wanted in WANTED.items():
         if name not in outputs:
-            print(f"{whose}: {name} is missing")
-            wrong += 1
+            print(f"{whose}: {name} is missing" + ("" if wanted["required"] else ", and not judged"))
+            wrong += wanted["required"]
             continue
-        seen = np.asarray(outputs[name], dtype=np.float64)
+        seen = as_numbers(outputs[name])
         if list(seen.shape) != wanted["shape"]:
             print(f"{whose}: {name} has shape {list(seen.shape)}, expected {wanted['shape']}")
             wrong += 1

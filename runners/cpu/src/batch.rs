@@ -154,13 +154,16 @@ impl Batch {
         (layout.rows)(&self.starts, self.rows)
     }
 
+    /// A row as `member` sees it.
+    pub fn sight(&self, row: &RowRef, member: usize, grid: &Grid) -> Sight {
+        let seq_len = self.seq_lens[row.request];
+        Sight { seq_len, query_len: row.query_len, row: row.row, member, grid: *grid }
+    }
+
     /// Local tokens that each row sees on `member`; 0 for padding.
     pub fn row_lens(&self, layout: &LayoutPolicies, member: usize, grid: &Grid, causal: bool) -> Vec<usize> {
         let visible = if causal { layout.row_len } else { layout.draft_len };
-        let len = |row: &RowRef| {
-            let seq_len = self.seq_lens[row.request];
-            visible(layout, &Sight { seq_len, query_len: row.query_len, row: row.row, member, grid: *grid })
-        };
+        let len = |row: &RowRef| visible(layout, &self.sight(row, member, grid));
         self.row_refs(layout).iter().map(|row| row.as_ref().map_or(0, len)).collect()
     }
 }

@@ -1,6 +1,7 @@
 //! The layout step: what an engine derives from lengths and block table before any token is touched.
 
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
+use shardcheck_formats::Dtype;
 
 use crate::batch::Batch;
 use crate::communicator::Stop;
@@ -31,6 +32,8 @@ pub fn derive(
         .map_err(failed)?
         .concat();
     let units = [(layout.virtual_block)(&grid), (layout.hash_unit)(&grid), (layout.sub_page)(&grid)];
+    let (width, mask) = masks(batch, ranks, &grid, layout);
+    let (starts, entries, lists) = lists(batch, ranks, &grid, layout);
     let (pages, sub_pages) = sub_pages(batch, &grid, layout).map_err(failed)?;
     let everywhere = |values: &[i32]| values.repeat(ranks);
     let outputs = Tensors::new()
@@ -40,7 +43,10 @@ pub fn derive(
         .with("slots", Tensor::from_i64(&[ranks, batch.seq_lens.iter().sum()], &slots))
         .with("blocks_needed", Tensor::from_i32(&[ranks, requests], &everywhere(&as_i32(needed))))
         .with("units", Tensor::from_i32(&[ranks, 3], &everywhere(&as_i32(units.to_vec()))))
-        .with("sub_page_table", Tensor::from_i32(&[ranks, requests, pages], &everywhere(&sub_pages)));
+        .with("sub_page_table", Tensor::from_i32(&[ranks, requests, pages], &everywhere(&sub_pages)))
+        .with("row_mask", Tensor::from_codes(Dtype::U8, &[ranks, rows, width], &mask))
+        .with("read_indptr", Tensor::from_i32(&[ranks, rows + 1], &starts))
+        .with("read_slots", Tensor::from_i64(&[ranks, entries], &lists));
     Ok(Reply { outputs, collectives: vec![0; ranks], ..Reply::default() })
 }
 
@@ -65,6 +71,58 @@ fn slots(batch: &Batch, member: usize, grid: &Grid, layout: &LayoutPolicies) -> 
         }
     }
     Ok(slots)
+}
+
+/// Width and entries `[ranks, rows, width]` of the masks of causal rows over the local tokens of their requests; nothing is seen behind
+/// those, nor by padding.
+fn masks(batch: &Batch, ranks: usize, grid: &Grid, layout: &LayoutPolicies) -> (usize, Vec<u64>) {
+    let held = |request: usize, member: usize| (layout.local_len)(batch.seq_lens[request], member, grid);
+    let refs = batch.row_refs(layout);
+    let longest =
+        (0..batch.seq_lens.len()).flat_map(|request| (0..grid.world).map(move |m| held(request, m)));
+    let width = longest.max().unwrap_or(0);
+    let mut mask = vec![0; ranks * batch.rows * width];
+    for rank in 0..ranks {
+        for (index, row) in refs.iter().enumerate() {
+            let Some(row) = row else { continue };
+            let member = rank % grid.world;
+            let sight = batch.sight(row, member, grid);
+            let count = held(row.request, member);
+            let begin = (rank * batch.rows + index) * width;
+            for (local, seen) in mask[begin..begin + count].iter_mut().enumerate() {
+                *seen = u64::from((layout.row_sees)(&sight, local, count));
+            }
+        }
+    }
+    (width, mask)
+}
+
+/// What each rank's kernel is told to read: where the entries of a row begin `[ranks, rows + 1]`, entries of the longest list, and slots
+/// `[ranks, entries]`, −1 behind a rank's own and where a page is looked up that no table has.
+fn lists(batch: &Batch, ranks: usize, grid: &Grid, layout: &LayoutPolicies) -> (Vec<i32>, usize, Vec<i64>) {
+    let refs = batch.row_refs(layout);
+    let (mut starts, mut lists) = (Vec::new(), Vec::new());
+    for rank in 0..ranks {
+        let member = rank % grid.world;
+        let seen = batch.row_lens(layout, member, grid, true);
+        let mut slots = Vec::new();
+        starts.push(0);
+        for (row, seen) in refs.iter().zip(seen) {
+            if let Some(row) = row {
+                let held = (layout.local_len)(batch.seq_lens[row.request], member, grid);
+                slots.extend((layout.listed)(seen, held, grid).into_iter().map(|local| {
+                    let (entry, offset) = (layout.page)(local, seen, grid);
+                    let block = batch.table.block(row.request, entry, layout);
+                    block.map_or(-1, |block| (block * grid.block + offset) as i64)
+                }));
+            }
+            starts.push(slots.len() as i32);
+        }
+        lists.push(slots);
+    }
+    let entries = lists.iter().map(Vec::len).max().unwrap_or(0);
+    lists.iter_mut().for_each(|slots| slots.resize(entries, -1));
+    (starts, entries, lists.concat())
 }
 
 /// Width and entries `[requests, width]` of the block table in sub-pages: every page of every block that a request needs.

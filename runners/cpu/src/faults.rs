@@ -18,6 +18,7 @@ mod layout;
 mod lse;
 mod mixtures;
 mod moe;
+mod plans;
 mod positions;
 mod prefill;
 mod router;
@@ -161,6 +162,7 @@ pub fn faults() -> &'static [Fault] {
     static FAULTS: LazyLock<Vec<Fault>> = LazyLock::new(|| {
         [
             layout::FAULTS,
+            plans::FAULTS,
             cache::FAULTS,
             causal::FAULTS,
             heads::FAULTS,

@@ -109,6 +109,10 @@ pub struct LayoutPolicies {
     pub blocks_needed: fn(usize, &Grid) -> usize,
     /// Id of sub-page `part` of a block: `(block id, part, parts)`.
     pub sub_page_id: fn(i32, usize, usize) -> i32,
+    /// Whether the mask of a row leaves it a local token: `(row, local, local tokens of the request)`.
+    pub row_sees: fn(&Sight, usize, usize) -> bool,
+    /// Local tokens that a row's list has, in order: `(tokens that it sees, tokens of the request, grid)`.
+    pub listed: fn(usize, usize, &Grid) -> Vec<usize>,
 }
 
 impl LayoutPolicies {
@@ -128,6 +132,8 @@ impl LayoutPolicies {
         sub_page,
         blocks_needed,
         sub_page_id,
+        row_sees,
+        listed,
     };
 
     /// Local slot of a position, given the block of its table entry: `block·B + local mod B`.
@@ -162,6 +168,18 @@ fn page(local: usize, _count: usize, grid: &Grid) -> (usize, usize) {
 fn row_len(layout: &LayoutPolicies, sight: &Sight) -> usize {
     let edge = (sight.seq_len + 1 + sight.row).saturating_sub(sight.query_len);
     (layout.local_len)(edge, sight.member, &sight.grid)
+}
+
+/// By positions and not by counting: the mask must not rest on the length that it stands beside.
+pub fn row_sees(sight: &Sight, local: usize, _held: usize) -> bool {
+    let grid = &sight.grid;
+    let position =
+        (local / grid.interleave * grid.world + sight.member) * grid.interleave + local % grid.interleave;
+    position + sight.query_len <= sight.seq_len + sight.row
+}
+
+fn listed(seen: usize, _held: usize, _grid: &Grid) -> Vec<usize> {
+    (0..seen).collect()
 }
 
 fn draft_len(layout: &LayoutPolicies, sight: &Sight) -> usize {

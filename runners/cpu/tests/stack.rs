@@ -36,7 +36,15 @@ fn inputs(ids: &[i32], lens: &[i32], starts: &[i32]) -> Tensors {
 
 fn forward(layers: usize, stream: StreamLayout) -> Operation {
     Operation::Forward {
-        plan: StackPlan { layers, stream, experts: None, pattern: None, recurrent: None, list: None, drafts: 0 },
+        plan: StackPlan {
+            layers,
+            stream,
+            experts: None,
+            pattern: None,
+            recurrent: None,
+            list: None,
+            drafts: 0,
+        },
     }
 }
 

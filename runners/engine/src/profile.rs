@@ -115,6 +115,12 @@ pub struct Profile {
     /// Whether a session can hold a second KV group beside the first ([`crate::Configuration::second_group`]).
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub second_group: bool,
+    /// File with calls of the engine's own functions, for scripts of cases: a path on the machine of the adapter.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub call_file: String,
+    /// Folder of the engine's own files, which those calls are given: a path on the machine of the adapter.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub release_folder: String,
 }
 
 impl Profile {

@@ -354,7 +354,7 @@ mod tests {
             pattern: None,
             recurrent: None,
             list: None,
-                    drafts: 0,
+            drafts: 0,
         };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
@@ -406,7 +406,7 @@ mod tests {
             pattern: Some("km".parse().unwrap()),
             recurrent: None,
             list: None,
-                    drafts: 0,
+            drafts: 0,
         };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);

@@ -18,8 +18,8 @@ from shardcheck.tensor import Tensor
 from shardcheck.wire import Input, Message, ProtocolError
 
 _TRACEBACK_LINES = 24
-_BINDING = frozenset({"lse_base", "padded_rows", "overlap"})
-"""Parameters that change what is asked and are only sent where they do: a method that doesn't take one can't do it."""
+_BINDING = frozenset({"lse_base", "padded_rows", "overlap", "shared"})
+"""Parameters that change what is asked and are only sent where they do: a method that doesn't name one can't do it, though it take any."""
 _DEVICE_ERROR = re.compile(r"(CUDA|HIP) error:|device-side assert|unspecified launch failure", re.IGNORECASE)
 
 
@@ -203,16 +203,19 @@ def arguments_for(
     there.
     """
     signature = inspect.signature(method).parameters.values()
+    named = {parameter.name for parameter in signature}
+    binding = sorted(_BINDING.intersection(parameters) - named)
+    if binding:
+        raise Unsupported(f"{method.__qualname__} takes no {', '.join(binding)}")
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature):
         return {**parameters, **tensors}
-    named = {parameter.name for parameter in signature}
     available = {**parameters, **tensors}
     required = [parameter.name for parameter in signature if parameter.default is inspect.Parameter.empty]
     missing = [name for name in required if name not in available]
     if missing:
         there = ", ".join(sorted(available))
         raise TypeError(f"{method.__qualname__} asks for {', '.join(missing)}; the operation has {there}")
-    refused = [name for name in (*tensors, *_BINDING.intersection(parameters)) if name not in named]
+    refused = [name for name in tensors if name not in named]
     if refused:
         raise Unsupported(f"{method.__qualname__} takes no {', '.join(refused)}")
     return {name: value for name, value in available.items() if name in named}

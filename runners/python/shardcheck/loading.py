@@ -65,6 +65,8 @@ def profile_of(engine: Engine) -> Profile:
             own_steps=list(engine.own_steps),
             replaced=list(engine.replaced),
             second_group=engine.second_group,
+            call_file=str(engine.call_file),
+            release_folder=str(engine.release_folder),
         )
     except ValueError as error:
         raise LoadError(f"profile of {type(engine).__name__}: {error}") from None

@@ -195,7 +195,8 @@ class Operation:
 @dataclass(frozen=True, kw_only=True)
 class Profile:
     """An engine's declaration. `files` maps a path as it is shown to the sha256 of the file that computed;
-    `second_group` says whether a session can hold a second KV group beside the first.
+    `second_group` says whether a session can hold a second KV group beside the first; `call_file` and `release_folder` are
+    paths on this machine, for scripts of cases.
     """
 
     engine: str
@@ -208,6 +209,8 @@ class Profile:
     replaced: list[str] = field(default_factory=list)
     rule_sets: list[str] = field(default_factory=list)
     second_group: bool = False
+    call_file: str = ""
+    release_folder: str = ""
 
     def __post_init__(self) -> None:
         for name in self.operations:
@@ -226,4 +229,5 @@ class Profile:
             "rule_sets": list(self.rule_sets),
             "operations": {name: operation.to_json() for name, operation in self.operations.items()},
         }
-        return {**declared, "second_group": True} if self.second_group else declared
+        optional = {name: getattr(self, name) for name in ("second_group", "call_file", "release_folder")}
+        return declared | {name: value for name, value in optional.items() if value}

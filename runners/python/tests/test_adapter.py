@@ -10,7 +10,7 @@ import unittest
 
 import numpy as np
 
-from shardcheck import Tensor
+from shardcheck import Tensor, Unsupported
 from tests.peer import CONFIGURATION, ROOT, TOKEN, Ended, Harness, i32
 
 ECHO = ["odd_engines:Echo"]
@@ -434,6 +434,25 @@ class CommandLine(unittest.TestCase):
         shown = run_command("--profile", "odd_engines:Modest")
         self.assertEqual(shown.returncode, 0)
         self.assertIn("EchoSession has draft, which Modest doesn't declare", shown.stderr)
+
+
+class BindingParameters(unittest.TestCase):
+    """Parameters that change what is asked."""
+
+    def test_a_method_that_takes_anything_must_still_name_what_changes_the_question(self) -> None:
+        from shardcheck.desk import arguments_for
+
+        def swallows(query, **_):
+            return query
+
+        def minds(query, overlap=False, **_):
+            return query, overlap
+
+        self.assertEqual(arguments_for(swallows, {"query": 1}, {"world": 2}), {"query": 1, "world": 2})
+        self.assertEqual(arguments_for(minds, {"query": 1}, {"overlap": True}), {"query": 1, "overlap": True})
+        for name in ("overlap", "lse_base", "padded_rows", "shared"):
+            with self.assertRaisesRegex(Unsupported, f"takes no {name}"):
+                arguments_for(swallows, {"query": 1}, {name: True})
 
 
 if __name__ == "__main__":

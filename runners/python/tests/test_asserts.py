@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import shutil
 import tempfile
 import unittest
 from unittest import mock
@@ -21,17 +20,8 @@ from shardcheck.asserts import (
     assert_verify,
     block_table_of,
 )
+from tests.program import program
 from tests.skips import skip, torch_or_skip
-
-
-def _program() -> str | None:
-    """The program that judges: named, built in this checkout, or on PATH."""
-    root = pathlib.Path(__file__).resolve().parents[3]
-    built = [root / "target" / kind / "shardcheck" for kind in ("release", "debug")]
-    # the one that was built last is the one that is being worked on
-    newest = sorted(filter(pathlib.Path.is_file, built), key=lambda path: -path.stat().st_mtime)
-    candidates = [os.environ.get("SHARDCHECK_BIN"), *map(str, newest), shutil.which("shardcheck")]
-    return next((path for path in candidates if path and os.path.isfile(path)), None)
 
 
 class Call:
@@ -99,7 +89,7 @@ class Judged(unittest.TestCase):
     """Tests that need the program."""
 
     def setUp(self) -> None:
-        program = _program()
+        program = program()
         if program is None:
             skip(self, "the program shardcheck isn't built: cargo build --release")
         patch = mock.patch.dict(os.environ, {"SHARDCHECK_BIN": program})

@@ -2,8 +2,10 @@
 
 import contextlib
 import hashlib
+import importlib.util
 import io
 import os
+import tarfile
 import tempfile
 import unittest
 import zipfile
@@ -56,6 +58,56 @@ class FetchTest(unittest.TestCase):
             (manifest["wheel_sha256"], manifest["version"], manifest["files"]), (digest, "1.0", 1)
         )
         self.assertFalse(wheel.exists())
+
+    def source(self, members: dict[str, str]) -> Path:
+        """A source archive with these members."""
+        path = self.folder / "engine-1.0.tar.gz"
+        with tarfile.open(path, "w:gz") as archive:
+            for name, text in members.items():
+                member = tarfile.TarInfo(name)
+                member.size = len(text)
+                archive.addfile(member, io.BytesIO(text.encode()))
+        return path
+
+    def test_a_source_archive_is_unpacked_as_a_wheel_would_be(self) -> None:
+        archive = self.source(
+            {
+                "engine-1.0/setup.py": "raise SystemExit\n",
+                "engine-1.0/engine/a.py": "x = 1\n",
+                "engine-1.0/csrc/a.cpp": "int x;\n",
+                "engine-1.0/PKG-INFO": "Version: 1.0\n",
+            }
+        )
+        fetch.unpack("engine", "engine", "1.0", archive, self.folder / "unpacked")
+        found = {p.relative_to(self.folder / "unpacked").as_posix() for p in (self.folder / "unpacked").rglob("*.*")}
+        self.assertEqual(found, {"setup.py", "engine/a.py", fetch.MANIFEST})
+        self.assertTrue((self.folder / "unpacked" / "PKG-INFO").is_file())
+        with self.assertRaisesRegex(fetch.FetchError, "outside of the folder"):
+            outside = self.source({"engine-1.0/../../evil.py": ""})
+            fetch.unpack("engine", "engine", "1.0", outside, self.folder / "other")
+
+    def test_pip_hands_a_source_archive_over_without_running_any_of_it(self) -> None:
+        if importlib.util.find_spec("pip") is None:
+            self.skipTest("there is no pip")
+        ran = self.folder / "ran"
+        said = "Metadata-Version: 2.1\nName: engine-of-this-test\nVersion: 1.0\n"
+        archive = self.source(
+            {
+                "engine-of-this-test-1.0/setup.py": f"open({str(ran)!r}, 'w').close()\n",
+                "engine-of-this-test-1.0/PKG-INFO": said,
+            }
+        )
+        shelf, down = self.folder / "shelf", self.folder / "down"
+        shelf.mkdir()
+        down.mkdir()
+        archive.rename(shelf / "engine-of-this-test-1.0.tar.gz")
+        shelves = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shelf)}
+        with mock.patch.dict(os.environ, shelves):
+            found = fetch.download("engine-of-this-test", "1.0", down)
+            self.assertEqual(found, down / "engine-of-this-test-1.0.tar.gz")
+            self.assertFalse(ran.exists())
+            with self.assertRaises(fetch.FetchError):
+                fetch.download("engine-of-this-test", "2.0", down)
 
     def test_a_member_outside_of_the_folder_is_refused(self) -> None:
         with self.assertRaisesRegex(fetch.FetchError, "outside of the folder"):

@@ -6,6 +6,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+from shardcheck import Unsupported
 from shardcheck.adapters.loader import Package, Stub, StubUsed
 
 FILES = {
@@ -62,6 +63,26 @@ class LoaderTest(unittest.TestCase):
         self.assertEqual(self.kernels.double(21), 42)
         self.assertEqual(list(self.package.hashes), [f"{self.name}/kernels.py"])
         self.assertEqual(self.package.loaded(), [f"{self.name}.kernels"])
+
+    def test_what_is_stood_in_for_is_ours_even_where_the_current_folder_has_a_checkout_of_it(self) -> None:
+        checkout = tempfile.TemporaryDirectory()
+        self.addCleanup(checkout.cleanup)
+        name, bare = f"{self.name}_device", f"{self.name}_bare"
+        for folder, file in ((name, "__init__.py"), (bare, "notes.txt")):
+            path = Path(checkout.name, folder, file)
+            path.parent.mkdir()
+            path.write_text("raise SystemExit('the checkout was imported')\n")
+        sys.path.insert(0, checkout.name)
+        self.addCleanup(sys.path.remove, checkout.name)
+        replaced = {f"{name}.clock": {"ticks": 7}, f"{bare}.clock": {"ticks": 8}}
+        Package(f"{self.name}_other", self.package.folder, [], replaced, stood_in=[name, bare]).install()
+        for module, ticks in ((name, 7), (bare, 8)):
+            self.assertEqual(importlib.import_module(f"{module}.clock").ticks, ticks)
+            self.assertIsInstance(importlib.import_module(module).anything, Stub)
+
+    def test_stand_ins_are_refused_for_what_this_process_has_imported_already(self) -> None:
+        with self.assertRaisesRegex(Unsupported, "imports json by itself"):
+            Package(f"{self.name}_other", self.package.folder, [], {}, stood_in=["json"]).install()
 
     def test_nothing_is_written_beside_the_files(self) -> None:
         self.assertEqual(list(self.package.folder.rglob("*.pyc")), [])

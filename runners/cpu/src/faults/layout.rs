@@ -229,6 +229,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#29760"],
         killed_by: &[
+            "layout.read-slots",
             "decode.partial-lse",
             "verify.partial-lse",
             "decode.output",

@@ -25,7 +25,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "pages are looked up in units of half a block, as a cache group of smaller blocks would",
         class: FaultClass::LayoutIndex,
         bugs: &["vllm#55600"],
-        killed_by: &["decode.partial-lse", "decode.output", "verify.output"],
+        killed_by: &["layout.read-slots", "decode.partial-lse", "decode.output", "verify.output"],
         apply: |p| {
             p.layout.page = |local, _, grid| {
                 let half = (grid.block / 2).max(1);
@@ -38,7 +38,13 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "every local token is looked up one block-table entry late",
         class: FaultClass::LayoutIndex,
         bugs: &["sglang#20531", "vllm#55600"],
-        killed_by: &["decode.partial-lse", "decode.output", "verify.output", "attend.given-cache"],
+        killed_by: &[
+            "layout.read-slots",
+            "decode.partial-lse",
+            "decode.output",
+            "verify.output",
+            "attend.given-cache",
+        ],
         apply: |p| p.layout.page = |local, _, grid| (local / grid.block + 1, local % grid.block),
     },
     Fault {

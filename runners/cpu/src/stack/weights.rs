@@ -120,7 +120,12 @@ impl Weights {
             embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
             norm: read("norm_weight", Dtype::F32, &[plan.norms(), hidden])?,
             rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
-            latent: latent(inputs, plan.attending().len() + plan.heads_of_drafts(), &sizes, attention.value_dim())?,
+            latent: latent(
+                inputs,
+                plan.attending().len() + plan.heads_of_drafts(),
+                &sizes,
+                attention.value_dim(),
+            )?,
             recurrent: RecurrentWeights::read(inputs, recurrent, (hidden, configuration.tp))?,
             feed_forward: feed_forwards(inputs, plan, hidden)?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,

@@ -52,6 +52,24 @@ pub(super) const LAYOUT: &[TensorSpec] = &[
         "tokens of a virtual block, of a prefix-hash unit, of a sub-page",
     ),
     spec("sub_page_table", Output, "i32 [ranks, n, pages]", "block table expanded to sub-pages"),
+    spec(
+        "row_mask",
+        Observable,
+        "u8 [ranks, T, tokens]",
+        "1 where a causal row sees that token of its request on the rank, 0 where not; what stands behind the rank's tokens of the request is not looked at",
+    ),
+    spec(
+        "read_indptr",
+        Observable,
+        "i32 [ranks, T+1]",
+        "where the entries of each causal row begin in read_slots, and where those of the last end",
+    ),
+    spec(
+        "read_slots",
+        Observable,
+        "i64 [ranks, entries]",
+        "slots that the rank's kernel is told to read, row after row, each row's in order; what stands behind the last row's is not looked at",
+    ),
 ];
 pub(super) const WRITE_KV: &[TensorSpec] = &[
     spec("key", Given, "bf16 [N, K, Dk]", "keys of N tokens (MLA: latent and rotary part)"),

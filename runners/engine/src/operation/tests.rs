@@ -101,7 +101,7 @@ fn an_operation_survives_a_json_round_trip() {
                 pattern: None,
                 recurrent: None,
                 list: None,
-                    drafts: 2,
+                drafts: 2,
             },
         },
     ] {

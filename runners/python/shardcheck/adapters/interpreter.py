@@ -34,6 +34,7 @@ def prepare(device: str) -> Any:
     if device == "cpu":
         _complete_interpreted_functions()
         _convert_as_devices_do()
+        _remember_types()
     return triton
 
 
@@ -44,6 +45,25 @@ SHIMS = (
     "Triton's interpreter: 8-bit floats that are NaN are read as NaN; it reads them as numbers by itself",
 )
 """What `prepare` changes on a CPU, for a profile."""
+
+
+def _remember_types() -> None:
+    """The interpreter asks with every operation which numpy type stands for a type, and makes the whole table anew each time: a tenth of
+    the time of a small kernel. Names of types are unique, so an answer holds for good."""
+    from triton.runtime import interpreter
+
+    asked = getattr(interpreter, "_get_np_dtype", None)
+    if asked is None:
+        return
+    known: dict[str, Any] = {}
+
+    def remembered(of: Any) -> Any:
+        found = known.get(of.name)
+        if found is None:
+            found = known[of.name] = asked(of)
+        return found
+
+    interpreter._get_np_dtype = remembered
 
 
 def _complete_interpreted_functions() -> None:

@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardcheck import Unsupported
+
 
 class StubUsed(RuntimeError):
     """An operation came to a part of the engine that isn't there."""
@@ -188,7 +190,8 @@ class Package(importlib.abc.MetaPathFinder):
 
     `name` is the package, `folder` the folder that holds it, `served` the modules that are loaded from their
     files, `replaced` what stands in for others: attributes by module name. `foreign` are packages of others
-    that stubs stand for where they are not installed.
+    that stubs stand for where they are not installed, `stood_in` those that stubs and `replaced` stand for whatever is
+    installed or lies in the current folder.
     """
 
     def __init__(
@@ -198,21 +201,27 @@ class Package(importlib.abc.MetaPathFinder):
         served: Iterable[str],
         replaced: Mapping[str, Mapping[str, Any]],
         foreign: Iterable[str] = (),
+        stood_in: Iterable[str] = (),
     ) -> None:
         self.name = name
         self.folder = folder
         self.served = frozenset(served)
         self.replaced = dict(replaced)
         self.foreign = frozenset(foreign)
+        self.stood_in = frozenset(stood_in)
         self.ledger = Ledger()
         self.hashes: dict[str, str] = {}
 
     def install(self) -> None:
         """From now on the package is imported from here alone."""
-        if any(module == self.name or module.startswith(f"{self.name}.") for module in sys.modules):
+        loaded = {module.partition(".")[0] for module in sys.modules}
+        if self.name in loaded:
             raise RuntimeError(f"{self.name} is imported already: one process serves one release")
-        sys.meta_path.insert(0, self)
-        sys.meta_path.append(_Foreign(self))
+        if self.stood_in & loaded:
+            name = min(self.stood_in & loaded)
+            raise Unsupported(f"this Python imports {name} by itself, where stand-ins belong: use one without it")
+        sys.meta_path[:0] = [self, _Foreign(self, self.stood_in)]
+        sys.meta_path.append(_Foreign(self, self.foreign))
 
     def path_of(self, module: str) -> Path | None:
         """File of a module in the release, if it has that module."""
@@ -296,16 +305,17 @@ class Package(importlib.abc.MetaPathFinder):
 
 
 class _Foreign(importlib.abc.MetaPathFinder):
-    """Stubs for packages of others, asked last: only where they are not installed."""
+    """Stubs for packages of others: asked last, only where they are not installed, and asked first, in any case."""
 
-    def __init__(self, package: Package) -> None:
+    def __init__(self, package: Package, names: frozenset[str]) -> None:
         self.package = package
+        self.names = names
 
     def find_spec(
         self, fullname: str, path: Any = None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
         """A stub for a module of a foreign package."""
-        if fullname.partition(".")[0] not in self.package.foreign:
+        if fullname.partition(".")[0] not in self.names:
             return None
         return importlib.machinery.ModuleSpec(fullname, _StubLoader(self.package), is_package=True)
 

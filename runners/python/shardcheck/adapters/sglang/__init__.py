@@ -48,6 +48,7 @@ class Engine(BaseEngine):
     """A release of SGLang. One process serves one release."""
 
     name = "sglang"
+    call_file = Path(__file__).with_name("call.py")
 
     def __init__(self, release: str = "", folder: str = "", **options: str) -> None:
         place = Path(folder) if folder else engine_folder("sglang", release)
@@ -57,8 +58,9 @@ class Engine(BaseEngine):
         self.options = Options.of(options)
         manifest = read_manifest(place) or {}
         self.version = str(manifest.get("version", release or "0"))
-        self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
+        self.revision = f"{manifest['wheel']} sha256:{manifest['wheel_sha256']}" if manifest else ""
         self.release = make_release(place)
+        self.release_folder = place.resolve()
         lacking = {"localize": self.release.localize, "sparse": self.release.remap_sparse}
         if lacking.get(self.options.slots, self.release) is None:
             raise Unsupported(f"this release has no function for --slots {self.options.slots}")

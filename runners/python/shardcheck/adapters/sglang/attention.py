@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
@@ -17,11 +16,10 @@ from shardcheck.adapters.caches import Caches, RankCache, is_narrow
 from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import combine, route
 from shardcheck.adapters.sglang.options import Options
+from shardcheck.adapters.sglang.reads import Reads, check_rows
 from shardcheck.adapters.sglang.release import Release
 from shardcheck.adapters.sglang.surroundings import Parallel
 
-# An id of no token: rows of the request table that no kernel should read hold it.
-_NOWHERE = 1 << 30
 # Widths of keys that the kernel's MLA form takes, which W = 1 runs, and of values with them.
 _LATENT_WIDTHS = {576: 512, 288: 256}
 
@@ -127,6 +125,7 @@ class RankAttention:
         member = group.rank_in_group
         release.groups.act(Parallel(c.dcp, member, group))
         self.layout = Layout(release, c, "backend")
+        self.reads = Reads(release, c, self.layout, self.options.reads, member)
         self.lens = self._lens(member)
         backend = self._backend(member)
         first = self.rank * c.heads_per_rank
@@ -172,7 +171,7 @@ class RankAttention:
             is_draft_runner=False,
             max_kv_splits=self.options.splits,
             page_size=1,
-            req_to_token=self._table(),
+            req_to_token=self.reads.table(self.batch.seq_lens, self.batch.table),
             static_kv_splits=False,
             swa_v_head_dim=None,
             token_to_kv_pool=SimpleNamespace(
@@ -184,8 +183,8 @@ class RankAttention:
             # the engine's own, but of a row: verification has more than one a request
             _dcp_lens=lambda *_: self.lens,
         )
-        indptr, indices = self._indices(backend, member)
-        self._check_rows(indptr, indices, len(keys))
+        indptr, indices = self.reads.of_rows(self.kind, self.batch.seq_lens, self.batch.requests, self.lens, backend)
+        check_rows(indptr, indices, len(keys))
         splits = torch.empty(rows, dtype=torch.int32)
         if rows:
             self.release.backend.get_num_kv_splits(backend, splits, self.lens.clamp_min(1))
@@ -219,97 +218,6 @@ class RankAttention:
             k_scale=None,
             v_scale=None,
         )
-
-    def _table(self) -> torch.Tensor:
-        """`req_to_token`, i32 `[n, longest]`: the widened id of each token."""
-        lens = self.batch.seq_lens
-        table = np.full((max(1, len(lens)), max(1, int(lens.max(initial=0)))), _NOWHERE, dtype=np.int32)
-        for request, length in enumerate(lens.tolist()):
-            positions = np.arange(length)
-            table[request, :length] = self.layout.widened(
-                self.batch.table, np.full(length, request), positions
-            )
-        return torch.from_numpy(table)
-
-    def _indices(self, backend: SimpleNamespace, member: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each row's tokens begin, i32 `[T + 1]`, and the rows of the cache that they are in, i64."""
-        requests = torch.from_numpy(np.maximum(self.batch.requests, 0))
-        indptr = torch.zeros(len(requests) + 1, dtype=torch.int32)
-        if self.configuration.dcp == 1:
-            indptr[1:] = self.lens.cumsum(0)
-            rows = [backend.req_to_token[r, :n] for r, n in zip(requests, self.lens.tolist(), strict=True)]
-            return indptr, torch.cat(rows).to(torch.int64) if rows else torch.zeros(0, dtype=torch.int64)
-        make = {"backend": self._by_backend, "planner": self._by_planner, "pages": self._by_pages}
-        return make[self.options.reads](backend, requests, indptr, member)
-
-    def _by_backend(
-        self, backend: Any, requests: Any, indptr: Any, _: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The Triton backend's own."""
-        found = self.release.backend._dcp_kv_indices(backend, requests, self.lens, indptr)
-        return found[0], found[1]
-
-    def _by_planner(
-        self, backend: Any, requests: Any, indptr: Any, _: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plan of the MLA backends, from the ids of all tokens that a row sees."""
-        if self.kind == "verify":
-            raise Unsupported("the plan takes lengths of requests, not of rows")
-        total = torch.zeros(len(requests), dtype=torch.int32)
-        real = self.batch.requests >= 0
-        total[torch.from_numpy(real)] = torch.from_numpy(
-            self.batch.seq_lens[self.batch.requests[real]].astype(np.int32)
-        )
-        indptr[1:] = total.cumsum(0)
-        rows = [backend.req_to_token[r, :n] for r, n in zip(requests, total.tolist(), strict=True)]
-        ids = torch.cat(rows) if rows else torch.zeros(0, dtype=torch.int32)
-        count = self.release.plan(total, indptr, ids, False, {}, len(requests))
-        if self.release.translator is None:  # then the plan names rows
-            return indptr, ids[:count].to(torch.int64)
-        return indptr, self.release.translate(ids[:count]).to(torch.int64)
-
-    def _by_pages(
-        self, backend: Any, requests: Any, indptr: Any, member: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The page table of the MLA backends, its pages walked token by token."""
-        c, rows = self.configuration, len(requests)
-        width = -(-max(1, int(self.lens.max()) if rows else 1) // c.block_size)
-        pages = torch.full((rows, width), _NOWHERE // c.block_size, dtype=torch.int32)
-        names = self.release.page_table.arg_names
-        values = {"v2p_ptr": None, "HAS_V2P": False}
-        sizes = {
-            "req_to_token_stride": backend.req_to_token.stride(0),
-            "block_table_stride": pages.stride(0),
-            "PHYSICAL_PAGE_SIZE": c.block_size,
-            "DCP_SIZE": c.dcp,
-            "DCP_RANK": member,
-            "PAGES_PER_BLOCK": 64,
-            **{name: value for name, value in values.items() if name in names},
-        }
-        if rows:
-            self.release.page_table[(rows, -(-width // 64))](
-                req_to_token_ptr=backend.req_to_token,
-                req_pool_indices_ptr=requests,
-                local_seq_lens_ptr=self.lens,
-                block_kv_indices_ptr=pages,
-                **sizes,
-            )
-        indptr[1:] = self.lens.cumsum(0)
-        within = [torch.arange(n) for n in self.lens.tolist()]
-        found = [
-            row[n // c.block_size] * c.block_size + n % c.block_size
-            for row, n in zip(pages, within, strict=True)
-        ]
-        return indptr, torch.cat(found).to(torch.int64) if found else torch.zeros(0, dtype=torch.int64)
-
-    def _check_rows(self, indptr: torch.Tensor, indices: torch.Tensor, held: int) -> None:
-        """Raises where a kernel would read a row that the cache doesn't have. The interpreter reads whatever lies there,
-        or ends the process, where a device would report an illegal address."""
-        if len(indptr) and int(indptr[-1]) > len(indices):
-            raise RuntimeError(f"illegal address: {int(indptr[-1])} rows of a list of {len(indices)}")
-        bad = indices[(indices < 0) | (indices >= held)]
-        if len(bad):
-            raise RuntimeError(f"illegal address: row {int(bad[0])} of a cache of {held}")
 
     def _kernel(self, query: torch.Tensor, *arguments: Any, **named: Any) -> None:
         """The decode kernel; takes note of the query that it is given."""

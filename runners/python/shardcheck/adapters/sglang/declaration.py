@@ -41,7 +41,7 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     added = "ag_rs_bf16" if in_place else "ag_rs_f32"
     lanes = Conventions(lane_orders=["lo_hi"])
     found = {
-        "layout": Operation(absent=missing),
+        "layout": Operation(observables=["read_indptr", "read_slots"], absent=missing),
         "write_kv": Operation(observables=["slots"]),
         "read_cache": Operation(),
         "load_cache": Operation(),

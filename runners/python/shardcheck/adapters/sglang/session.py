@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
+from shardcheck.adapters import interpreter
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.context import Context
@@ -15,7 +16,9 @@ from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import RankMerge, merge_two, pack, refuse_one_rank, route
 from shardcheck.adapters.sglang.options import Options
 from shardcheck.adapters.sglang.prefill import PrefillLayout
+from shardcheck.adapters.sglang.reads import Listed, Reads
 from shardcheck.adapters.sglang.release import Release
+from shardcheck.adapters.sglang.surroundings import Parallel
 
 
 class SglangSession(CachedSession):
@@ -41,6 +44,41 @@ class SglangSession(CachedSession):
         if self.release.new_pages is not None:
             outputs["blocks_needed"] = np.stack([self.layouts.blocks_needed(lens) for _ in members])
         return outputs
+
+    def layout(self, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, **_: Any) -> Reply:
+        """Slots and lengths, and the rows of the cache that each row of the batch is told to read, where the release lists them."""
+        reply = super().layout(seq_lens, query_start_loc, block_table)
+        lens, starts, table = (np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table))
+        with self.release.watching():
+            lists = self._lists(lens, np.diff(starts), table)
+        outputs = dict(reply.outputs)
+        if lists is not None:
+            entries = max(len(rows) for _, rows in lists)
+            padded = [np.pad(rows.numpy(), (0, entries - len(rows)), constant_values=-1) for _, rows in lists]
+            outputs["read_indptr"] = np.stack([indptr.numpy() for indptr, _ in lists])
+            outputs["read_slots"] = np.stack(padded).astype(np.int64)
+        return Reply(outputs, {**reply.effective, "reads": self.options.reads}, reply.collectives)
+
+    def _lists(self, lens: np.ndarray, rows: np.ndarray, table: np.ndarray) -> list[Listed] | None:
+        """What each rank lists for the rows of a batch, `rows` of each request; `None` where the release has no such list for them."""
+        c, several = self.configuration, bool((rows != 1).any())
+        # one rank: the adapter's own list, not the engine's
+        if c.dcp == 1 or c.interleave > 1 or not len(lens):
+            return None
+        if several and (self.release.chain_lens is None or self.options.reads == "planner"):
+            return None
+        lists = []
+        for rank in range(c.tp):
+            member = rank % c.dcp
+            self.release.groups.act(Parallel(c.dcp, member, None))
+            reads = Reads(self.release, c, self.layouts, self.options.reads, member)
+            of_row = np.repeat(np.arange(len(lens)), rows)
+            seen = self.layouts.row_lens(lens, rows, member) if several else self.layouts.local_lens(lens, member)
+            backend = reads.backend_of(reads.table(lens, table), seen)
+            with interpreter.limits():
+                indptr, indices = reads.of_rows("verify" if several else "decode", lens, of_row, seen, backend)
+            lists.append((indptr, indices[: int(indptr[-1])]))
+        return lists
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any

@@ -42,6 +42,7 @@ class Engine(BaseEngine):
     """A release of vLLM-Ascend. One process serves one release."""
 
     name = NAME
+    call_file = Path(__file__).with_name("call.py")
 
     def __init__(self, release: str = "", folder: str = "", merge: str = "") -> None:
         place = Path(folder) if folder else engine_folder(NAME, release)
@@ -52,8 +53,9 @@ class Engine(BaseEngine):
             raise ValueError(f"--merge is {merge!r}: use one of fused, context")
         manifest = read_manifest(place) or {}
         self.version = str(manifest.get("version", release or "0"))
-        self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
+        self.revision = f"{manifest['wheel']} sha256:{manifest['wheel_sha256']}" if manifest else ""
         self.release = make_release(place)
+        self.release_folder = place.resolve()
         self.merge = merge or ("fused" if self.release.fused is not None else "context")
         if self.merge == "fused" and self.release.fused is None:
             raise Unsupported("this release has no fused exchange")

@@ -29,7 +29,7 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     conventions = Conventions(lane_orders=[])
     observables = ["partial_out", "partial_lse", "row_lens", "gathered_query"]
     found = {
-        "layout": Operation(absent=["draft_lens", "units", "sub_page_table", "blocks_needed"]),
+        "layout": Operation(observables=["row_mask"], absent=["draft_lens", "units", "sub_page_table", "blocks_needed"]),
         "write_kv": Operation(observables=["slots"]),
         "read_cache": Operation(),
         "load_cache": Operation(),

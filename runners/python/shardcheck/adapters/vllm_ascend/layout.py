@@ -65,6 +65,19 @@ class Layout:
         ]
         return torch.tensor(rows, dtype=torch.int32)
 
+    def row_masks(self, seq_lens: np.ndarray, query_lens: np.ndarray, members: list[int]) -> np.ndarray:
+        """What each row may see of each rank's tokens by the mask of a verification, u8 `[ranks, rows, tokens]`; what stands behind a
+        request's own is 0."""
+        held = [self.local_lens(seq_lens, member).tolist() for member in members]
+        masks = np.zeros((len(members), int(query_lens.sum()), max(map(max, held), default=0)), dtype=np.uint8)
+        for index, member in enumerate(members):
+            mask = self.mask(seq_lens, query_lens, member)
+            places = ((request, row) for request, count in enumerate(query_lens.tolist()) for row in range(count))
+            for seen, (request, row) in zip(masks[index], places, strict=True):
+                length = held[index][request]
+                seen[:length] = ~mask[request, row, :length].numpy()
+        return masks
+
     def _manager(self, requests: int, rows: int, tokens: int, member: int) -> object:
         c = self.configuration
         return self.release.new_manager((c.dcp, member), (1, 0), (requests, rows, tokens), c.interleave)

@@ -27,11 +27,14 @@ class AscendSession(CachedSession):
         self.attention = Attention(release, configuration, self.caches, executor)
 
     def lengths(self, lens: np.ndarray, rows: np.ndarray, members: list[int]) -> dict[str, Any]:
-        """Local lengths and row lengths of every rank."""
-        return {
+        """Local lengths and row lengths of every rank, and the masks that rows have where there is more than one."""
+        outputs: dict[str, Any] = {
             "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
             "row_lens": torch.stack([self.layouts.row_lens(lens, rows, member) for member in members]),
         }
+        if self.configuration.dcp > 1 and len(lens):
+            outputs["row_mask"] = self.layouts.row_masks(lens, rows, members)
+        return outputs
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any

@@ -4,7 +4,6 @@ torch_npu and of the rest."""
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,8 +27,8 @@ MANAGER = ("vllm_ascend.worker.dcp_utils", "vllm_ascend.worker.pcp_utils")
 
 # What those import and can be served as it is.
 _SUPPORT = ("vllm_ascend.distributed.utils", "vllm_ascend.ops.triton.compute_slot_mapping")
-# Packages that those import: stubs stand for them, and the attributes below.
-_FOREIGN = ("torch_npu", "vllm")
+# Packages that those import: stubs stand for them and the attributes below, also where the current folder has a checkout of one.
+_STOOD_IN = ("torch_npu", "vllm")
 # Programs that a launch of a kernel has at most: the cores of a device.
 _CORES = 4
 
@@ -147,9 +146,6 @@ class NpuTorch:
 def package(folder: Path, groups: Groups, triton: Any, update: Callable[..., Any]) -> Package:
     """The release in `folder`, ready to be imported on a CPU. `groups` is what it asks of its ranks, `update` stands for
     `torch_npu.npu_attention_update`."""
-    for name in _FOREIGN:
-        if importlib.util.find_spec(name) is not None:
-            raise Unsupported(f"{name} is installed in this Python, where the adapter puts stand-ins: use another one")
     divided_up = lambda a, b: -(-a // b)  # noqa: E731
     metadata = {"AscendPrefillContextParallelMetadata": Metadata, "AscendDCPMetadata": Metadata}
     replaced = {
@@ -170,7 +166,7 @@ def package(folder: Path, groups: Groups, triton: Any, update: Callable[..., Any
         "vllm_ascend.utils": {"is_pd_decode_recompute_scheduler_enabled": lambda _: False},
     }
     served = {*COMMON, *GROUPED, *SPARSE, *FUSED, *TABLE, *MANAGER, *_SUPPORT}
-    found = Package("vllm_ascend", folder, served, replaced, foreign=_FOREIGN)
+    found = Package("vllm_ascend", folder, served, replaced, stood_in=_STOOD_IN)
     if found.path_of(COMMON[0]) is None:
         raise Unsupported("this release has no context parallelism in the place where 0.23.0 and later have it")
     return found
