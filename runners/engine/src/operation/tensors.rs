@@ -62,7 +62,7 @@ pub(super) const LAYOUT: &[TensorSpec] = &[
         "read_indptr",
         Observable,
         "i32 [ranks, T+1]",
-        "where the entries of each causal row begin in read_slots, and where those of the last end",
+        "where each causal row's entries of read_slots begin",
     ),
     spec(
         "read_slots",
