@@ -37,7 +37,7 @@ pub(in crate::properties) const PROPERTIES: &[Property] = &[
         id: "stack.drafts",
         statement: "drafts are accepted up to the first that is not the target's own token; a draft head makes new ones of the row that was accepted last, and each further one of its own row before",
         source: "vLLM `DeepSeekMultiTokenPredictor`, `SpecDecodeBaseProposer`; greedy rejection",
-        bugs: &["vllm-ascend#7549"],
+        bugs: &[],
         tolerance: "exact, where no rounding through all stages makes it another token",
         families: STACK,
         applies: makes_drafts,

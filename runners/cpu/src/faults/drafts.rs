@@ -44,14 +44,6 @@ pub(super) const FAULTS: &[Fault] = &[
         apply: |p| p.stack.draft.knows_the_prompt = false,
     },
     Fault {
-        name: "draft-head-keeps-the-length-of-rejected-rows",
-        title: "the head's rows stand at the end of the step's length, the rejected rows included",
-        class: FaultClass::SpecDecode,
-        bugs: &["vllm-ascend#7549"],
-        killed_by: &["stack.drafts"],
-        apply: |p| p.stack.draft.length = |length, _| length,
-    },
-    Fault {
         name: "draft-head-shares-the-cache-of-the-last-layer",
         title: "the head writes its keys into the cache of the target's last layer",
         class: FaultClass::StaleMetadata,

@@ -22,10 +22,6 @@ pub struct DraftPolicies {
     pub token: fn(&[usize], usize) -> usize,
     /// Whether the token in front of another chunk of a prompt is the prompt's own.
     pub knows_the_prompt: bool,
-    /// Length that the head attends over in the first pass: `(length of the step, rows behind the last one)`.
-    pub length: fn(usize, usize) -> usize,
-    /// Rows by which a request is longer for a further draft, the first being 1.
-    pub grown: fn(usize) -> usize,
     /// Layer whose cache the head has: `(its own, the target's last)`.
     pub cache: fn(usize, usize) -> usize,
     /// Whether a further draft is made of the head's own stream, and not of the target's again.
@@ -41,8 +37,6 @@ impl DraftPolicies {
         last: |certain, accepted, _| certain + accepted,
         token: |tokens, row| tokens[row + 1],
         knows_the_prompt: true,
-        length: |length, rejected| length - rejected,
-        grown: |index| index,
         cache: |own, _| own,
         own_stream: true,
         request: |request, _| request,
@@ -85,7 +79,8 @@ pub fn propose(
     for (request, own) in verified.iter().enumerate() {
         let rows = (scene.batch.starts[request + 1] - scene.batch.starts[request]) as usize;
         let behind = rows - own.rows;
-        lengths.push((scene.policies.stack.draft.length)(scene.batch.seq_lens[request], behind));
+        // what is rejected is no longer there
+        lengths.push(scene.batch.seq_lens[request] - behind);
     }
     let of_request = |request: usize| (scene.policies.stack.draft.request)(request, requests);
     let streams = target.normed.iter().map(|normed| {
@@ -126,7 +121,7 @@ pub fn propose(
                 .map(|request| drafted[0][request * drafts + draft] as usize)
                 .collect(),
             streams: if own { next } else { first.clone() },
-            lengths: pass.lengths.iter().map(|length| length + pass.growth(scene, draft)).collect(),
+            lengths: pass.lengths.iter().map(|length| length + 1).collect(),
             rows: pass.rows.iter().map(|rows| (*rows).min(1)).collect(),
         };
     }
@@ -190,11 +185,6 @@ impl Pass {
             last.extend_from_slice(&stream[(end - 1) * hidden..end * hidden]);
         }
         last
-    }
-
-    fn growth(&self, scene: &Scene<'_>, draft: usize) -> usize {
-        let grown = scene.policies.stack.draft.grown;
-        grown(draft + 1).saturating_sub(grown(draft))
     }
 
     /// Runs the head over the rows.
