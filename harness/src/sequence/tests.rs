@@ -182,8 +182,15 @@ fn every_fault_that_remembers_is_killed_by_a_session_of_the_gate() {
     let stale: Vec<&Fault> =
         faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata).collect();
     let mut sequences = suite(SuiteName::Gate, 1);
-    // cases of Kimi delta attention and of stacks are sessions of several steps as well, and so are layers that share a selection
-    let several = [Family::Sequence, Family::Kda, Family::Stack, Family::AttendSelected];
+    // cases of Kimi delta attention, of stacks and of compressors are several steps as well, and so are layers that share a selection
+    let several = [
+        Family::Sequence,
+        Family::Kda,
+        Family::Stack,
+        Family::AttendSelected,
+        Family::CompressPcp,
+        Family::IndexLayers,
+    ];
     sequences.retain(|case| several.contains(&case.family));
     let survivors: Vec<_> = try_all(&stale, &sequences, &|_| {})
         .into_iter()
@@ -274,7 +281,8 @@ fn an_engine_that_declares_one_kv_group_is_not_asked_for_two() {
 fn every_fault_that_remembers_names_properties_of_sessions_alone() {
     for fault in faults().iter().filter(|fault| fault.class == FaultClass::StaleMetadata) {
         let of_sessions = |id: &&str| {
-            ["sequence.", "kda.", "stack."].iter().any(|of| id.starts_with(of)) || *id == "selected.shared"
+            ["sequence.", "kda.", "stack.", "compress.", "sharing."].iter().any(|of| id.starts_with(of))
+                || *id == "selected.shared"
         };
         assert!(fault.killed_by.iter().all(of_sessions), "{}", fault.name);
     }

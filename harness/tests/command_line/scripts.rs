@@ -137,7 +137,7 @@ fn a_family_without_a_reference_is_refused_with_those_that_have_one() {
         assert!(error.contains(&format!("`shardcheck export DIR --case '{id}'`")), "{error}");
         let folder = format!("export{}", families.len());
         program.expect(0, &["export", &folder, "--case", &id]);
-        assert!(program.path(&folder).join("manifest.json").is_file(), "{id}");
+        assert!(program.path(&folder).join("export.json").is_file(), "{id}");
     }
     assert!(families.len() >= 10, "{families:?}");
     let id = program.ids(&["--suite", "gate", "-E", "family(rules)"])[0].clone();

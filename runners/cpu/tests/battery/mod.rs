@@ -63,6 +63,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.selected()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
+        Trial::new(|battery| battery.draft_heads()),
         Trial::new(|battery| battery.hybrids()),
         Trial::new(|battery| battery.shared_rows()),
         Trial::new(|battery| battery.shared_tokens()),
@@ -97,6 +98,20 @@ pub struct Battery<'a> {
     seen: Seen,
 }
 
+/// What a layout shows.
+const LAYOUT: [&str; 10] = [
+    "local_lens",
+    "row_lens",
+    "draft_lens",
+    "slots",
+    "blocks_needed",
+    "units",
+    "sub_page_table",
+    "row_mask",
+    "read_indptr",
+    "read_slots",
+];
+
 impl Battery<'_> {
     fn note(&mut self, key: &str, what: impl Hash) {
         let mut hasher = DefaultHasher::new();
@@ -128,9 +143,7 @@ impl Battery<'_> {
         const NAMES: [&str; 6] = ["out", "lse", "partial_out", "partial_lse", "row_lens", "gathered_query"];
         let mut session = scene.open(self.engine);
         let layout = step(session.as_mut(), &Operation::Layout, &mut scene.metadata());
-        let names =
-            ["local_lens", "row_lens", "draft_lens", "slots", "blocks_needed", "units", "sub_page_table"];
-        self.reply("layout", &names, &layout);
+        self.reply("layout", &LAYOUT, &layout);
         let written = step(session.as_mut(), &Operation::WriteKv, &mut scene.write_inputs());
         self.reply("write", &["slots"], &written);
         let read = step(session.as_mut(), &Operation::ReadCache, &mut Tensors::new());

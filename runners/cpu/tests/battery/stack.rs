@@ -1,5 +1,5 @@
 //! Sessions of a stack for the battery: prefill, rows that take the place of rejected ones, a second request, padding; a stream that is
-//! whole and one that is sharded; an MLP and experts.
+//! whole and one that is sharded; an MLP and experts; a draft head.
 
 use shardcheck_engine::{
     ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring, StackExperts, StackPlan, StreamLayout,
@@ -80,35 +80,91 @@ impl Battery<'_> {
             }
         }
     }
+
+    /// Drafts of which none, one, or all are the target's own, and a prompt whose next token is known.
+    pub(super) fn draft_heads(&mut self) {
+        let scene = Scene::small(RANKS).with(|scene| scene.configuration.dcp = 2);
+        let plan = StackPlan {
+            layers: LAYERS,
+            stream: StreamLayout::Whole,
+            experts: Some(MIXED),
+            pattern: None,
+            recurrent: None,
+            list: None,
+            drafts: 3,
+        };
+        let operation = Operation::Forward { plan };
+        // drafts of the second step that are taken from what the target gave for the rows before them
+        let mut ids: Vec<i32> = ids(1, 10);
+        for right in 0..=3 {
+            let mut session = scene.open(self.engine);
+            let mut tokens = Vec::new();
+            for (number, (requests, padding)) in STEPS.iter().enumerate() {
+                let drafted = [[0, 0], [3, 0], [1, 0], [0, 0]][number];
+                let next = [[4, -1], [-1, 7], [-1, -1], [-1, -1]][number];
+                let mut given = of_layers(number, requests, *padding, 1)
+                    .with("w_draft", matrix(16, &[HIDDEN, 2 * HIDDEN], 9.0))
+                    .with("draft_counts", Tensor::from_i32(&[2], &drafted))
+                    .with("next_tokens", Tensor::from_i32(&[2], &next));
+                if number == 1 {
+                    given.insert("token_ids", Tensor::from_i32(&[ids.len()], &ids));
+                }
+                let reply = step(session.as_mut(), &operation, &mut given);
+                self.reply("stack", &SHOWN, &reply);
+                self.reply("stack", &["accepted_drafts", "draft_tokens"], &reply);
+                if let (1, Ok(reply)) = (number, &reply) {
+                    tokens = reply.outputs.find("tokens").map_or(Vec::new(), Tensor::to_i64);
+                }
+            }
+            if let Some(token) = tokens.get(right).filter(|_| right < 3) {
+                ids[right + 1] = *token as i32;
+            }
+        }
+    }
+}
+
+/// Tokens of a step's rows.
+fn ids(number: usize, rows: usize) -> Vec<i32> {
+    (0..rows).map(|row| ((7 * row + 5 * number) % VOCABULARY) as i32).collect()
+}
+
+fn drawn(seed: u64, dtype: Dtype, shape: &[usize], size: f32) -> Tensor {
+    let values: Vec<f32> =
+        uniform(900 + seed, shape.iter().product()).iter().map(|value| value * size).collect();
+    Tensor::from_f32(dtype, shape, &values)
+}
+
+fn matrix(seed: u64, shape: &[usize], size: f32) -> Tensor {
+    drawn(seed, Dtype::Bf16, shape, size)
 }
 
 fn inputs(number: usize, requests: &[(i32, i32); 2], padding: usize) -> Tensors {
+    of_layers(number, requests, padding, 0)
+}
+
+/// Tensors of a step with so many draft heads.
+fn of_layers(number: usize, requests: &[(i32, i32); 2], padding: usize, heads: usize) -> Tensors {
+    let (layers, dense) = (LAYERS + heads, MIXED.dense + heads);
     let mut starts = vec![0];
     requests.iter().for_each(|(_, rows)| starts.push(starts[starts.len() - 1] + rows));
     let rows = starts[requests.len()] as usize + padding;
-    let ids: Vec<i32> = (0..rows).map(|row| ((7 * row + 5 * number) % VOCABULARY) as i32).collect();
+    let ids = ids(number, rows);
     let lens: Vec<i32> = requests.iter().map(|(len, _)| *len).collect();
-    let drawn = |seed: u64, dtype: Dtype, shape: &[usize], size: f32| {
-        let values: Vec<f32> =
-            uniform(900 + seed, shape.iter().product()).iter().map(|value| value * size).collect();
-        Tensor::from_f32(dtype, shape, &values)
-    };
-    let matrix = |seed: u64, shape: &[usize], size: f32| drawn(seed, Dtype::Bf16, shape, size);
     Tensors::new()
         .with("token_ids", Tensor::from_i32(&[rows], &ids))
         .with("seq_lens", Tensor::from_i32(&[2], &lens))
         .with("query_start_loc", Tensor::from_i32(&[3], &starts))
         .with("block_table", Tensor::from_i32(&[2, 3], &[5, 9, 9999, 2, 40, 9999]))
         .with("embedding", matrix(1, &[VOCABULARY, HIDDEN], 2.0))
-        .with("norm_weight", drawn(2, Dtype::F32, &[2 * LAYERS + 1, HIDDEN], 1.0))
+        .with("norm_weight", drawn(2, Dtype::F32, &[2 * LAYERS + 1 + 5 * heads, HIDDEN], 1.0))
         .with("rotary", drawn(3, Dtype::F32, &[POSITIONS, ROTARY], 1.0))
-        .with("w_query", matrix(4, &[LAYERS, HEADS, KEY_DIM, HIDDEN], 1.0))
-        .with("w_key", matrix(5, &[LAYERS, KEY_DIM, HIDDEN], 0.5))
-        .with("w_uv", matrix(6, &[LAYERS, HEADS, LATENT, UP_DIM], 1.0))
-        .with("w_output", matrix(7, &[LAYERS, HIDDEN, HEADS * UP_DIM], 1.0))
-        .with("w_gate", matrix(8, &[MIXED.dense, INNER, HIDDEN], 1.0))
-        .with("w_up", matrix(9, &[MIXED.dense, INNER, HIDDEN], 1.0))
-        .with("w_down", matrix(10, &[MIXED.dense, HIDDEN, INNER], 1.0))
+        .with("w_query", matrix(4, &[layers, HEADS, KEY_DIM, HIDDEN], 1.0))
+        .with("w_key", matrix(5, &[layers, KEY_DIM, HIDDEN], 0.5))
+        .with("w_uv", matrix(6, &[layers, HEADS, LATENT, UP_DIM], 1.0))
+        .with("w_output", matrix(7, &[layers, HIDDEN, HEADS * UP_DIM], 1.0))
+        .with("w_gate", matrix(8, &[dense, INNER, HIDDEN], 1.0))
+        .with("w_up", matrix(9, &[dense, INNER, HIDDEN], 1.0))
+        .with("w_down", matrix(10, &[dense, HIDDEN, INNER], 1.0))
         .with("w_router", matrix(12, &[MIXTURES, EXPERTS, HIDDEN], 1.0))
         .with("expert_gate", matrix(13, &[MIXTURES, EXPERTS, INNER, HIDDEN], 1.0))
         .with("expert_up", matrix(14, &[MIXTURES, EXPERTS, INNER, HIDDEN], 1.0))
