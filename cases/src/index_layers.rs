@@ -33,7 +33,10 @@ impl IndexLayersCase {
     pub(crate) fn check(&self) -> Result<(), CaseError> {
         let fail = |reason: String| Err(CaseError::OutOfRange(reason));
         let IndexSharing { rule, layers, draft_layers, frequency, offset, .. } = self.sharing;
-        for (name, value, least) in [("l", layers, 1), ("m", draft_layers, 0), ("f", frequency, 1)] {
+        let starts = offset.unwrap_or(0);
+        for (name, value, least) in
+            [("l", layers, 1), ("m", draft_layers, 0), ("f", frequency, 1), ("o", starts, 0)]
+        {
             if value < least || value > MAX_LAYERS {
                 return fail(format!("{name} is {value}; it must be between {least} and {MAX_LAYERS}"));
             }

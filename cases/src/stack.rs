@@ -8,6 +8,8 @@ mod selection;
 mod slots;
 mod wired;
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Attention, Configuration, LayerPattern, Operation, StackPlan, StreamLayout};
 
@@ -110,6 +112,17 @@ impl StackCase {
     /// Drafts of a request in each step; 0 without a draft head.
     pub fn drafts(&self) -> usize {
         self.wiring.map_or(0, |wiring| wiring.drafts)
+    }
+
+    /// Rows of each request in the steps of several rows.
+    fn prompt_lengths(&self) -> BTreeMap<usize, usize> {
+        let mut lengths = BTreeMap::new();
+        for step in &self.session.steps {
+            if let Step::Run { kind: RunKind::Verify, batch, .. } = step {
+                batch.iter().for_each(|own| *lengths.entry(own.request).or_default() += own.tokens);
+            }
+        }
+        lengths
     }
 
     /// Whether the session has nothing but runs of new rows.

@@ -138,6 +138,12 @@ impl CompressMaterial {
         (case.operation(0), inputs)
     }
 
+    /// Rows that all requests hold between the two parts.
+    pub fn held_between(&self) -> usize {
+        let requests = self.case.batch.requests.iter().zip(self.first_rows());
+        requests.map(|(request, first)| self.case.held(request.context_tokens + first)).sum()
+    }
+
     /// Entries that a step of the case made on a rank: `[entries, d]`, whatever their number.
     ///
     /// # Errors

@@ -133,11 +133,13 @@ impl Diff {
         }
     }
 
-    /// Exit code: Failed when something newly fails, Inconclusive when something is no longer judged.
+    /// Exit code: Failed when something newly fails, Inconclusive when something is no longer judged, or failed and is not there any more:
+    /// nothing shows that it is mended.
     pub fn exit(&self) -> Exit {
+        let is_gone = |change: &Change| change.before.is_some_and(Status::is_failure);
         if !self.newly_failing.is_empty() || !self.claims_newly_failing.is_empty() {
             Exit::Failed
-        } else if !self.no_longer_judged.is_empty() {
+        } else if !self.no_longer_judged.is_empty() || self.only_before.iter().any(is_gone) {
             Exit::Inconclusive
         } else {
             Exit::Passed
@@ -352,6 +354,15 @@ mod tests {
         let after = record(vec![sample::skipped("decode/a")]);
         assert_eq!(Diff::between(&before, &after).exit(), Exit::Inconclusive);
         assert_eq!(Diff::between(&after, &before).exit(), Exit::Passed);
+    }
+
+    #[test]
+    fn a_failure_that_is_gone_is_not_shown_to_be_mended() {
+        let of = |case: CaseResult| record(vec![case, sample::passed("decode/b", 0.25)]);
+        let after = record(vec![sample::passed("decode/b", 0.25)]);
+        let failed = of(sample::failed("decode/a", sample::failure()));
+        assert_eq!(Diff::between(&failed, &after).exit(), Exit::Inconclusive);
+        assert_eq!(Diff::between(&of(sample::passed("decode/a", 0.5)), &after).exit(), Exit::Passed);
     }
 
     #[test]

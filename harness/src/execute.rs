@@ -90,7 +90,7 @@ pub fn execute(
 ) -> Result<Outcome, ExecuteError> {
     let started = Instant::now();
     let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(plan.jobs)
+        .num_threads(plan.jobs.min(plan.cases.len().max(plan.mutant_cases.len()).max(1)))
         .build()
         .map_err(|error| ExecuteError::Threads { jobs: plan.jobs, reason: error.to_string() })?;
     show(&Event::RunStarted(directory.header().clone()));

@@ -9,6 +9,7 @@ use shardcheck_engine::Attention;
 
 use super::script::MISTAKEN;
 use super::{StackCase, THETA};
+use crate::sequence::MAX_STEPS;
 
 /// Blocks of the stream.
 const BLOCKS: usize = 5;
@@ -95,6 +96,15 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
         (wiring.drafts <= 8 && wiring.rounds <= 32, "at most 8 drafts and 32 rounds".to_owned()),
         ((wiring.drafts == 0) == (wiring.rounds == 0), "rounds where there are drafts".to_owned()),
         (wiring.drafts == 0 || case.is_prompts(), "prompts alone in front of drafts".to_owned()),
+        (
+            wiring.drafts == 0 || case.prompt_lengths().values().all(|rows| *rows >= 3),
+            "prompts of three rows or more in front of drafts: a text goes on as it began from there on"
+                .to_owned(),
+        ),
+        (
+            case.session.steps.len() + (wiring.drafts + 1) * wiring.rounds < MAX_STEPS,
+            format!("fewer than {MAX_STEPS} steps when tokens are made one by one"),
+        ),
     ] {
         if !is_met {
             return Err(format!("a stack whose weights are laid out needs {needed}"));

@@ -237,6 +237,15 @@ fn in_two_steps(laboratory: &Laboratory, material: &CompressMaterial) -> Result<
             Ok(Tensor::from_f32(Dtype::F32, &shape[1..], &all[..shape[1] * shape[2]]))
         };
         state = [Some(of_rank("new_state_kv")?), Some(of_rank("new_state_gate")?)];
+        if !second {
+            // a state of another length is no input of the next step
+            let held = material.held_between();
+            let given = state.iter().flatten().map(|tensor| tensor.shape()[0]).find(|given| *given != held);
+            if let Some(given) = given {
+                let headline = format!("a step leaves a state of {given} rows behind and not of {held}");
+                return Err(broken(headline, Stage::Write));
+            }
+        }
         steps.push((starts, material.entries(&observed, 0)?));
     }
     let (mut together, dim) = (Vec::new(), material.blocks.dim);

@@ -141,3 +141,13 @@ fn the_self_test_finds_every_corruption() {
     assert!(outcomes.iter().all(|outcome| outcome["noticed"] == true), "{}", outcome.out);
     assert!(outcome.err.contains("each noticed by the check that it belongs to"), "{}", outcome.err);
 }
+
+#[test]
+fn a_fault_that_is_asked_for_is_shrunk_whether_a_smallest_case_is_known_or_not() {
+    let program = Program::new();
+    let fault = "draft-head-accepts-every-draft";
+    let arguments =
+        ["mutants", "shrink", "--fault", fault, "--budget-s", "1", "-E", "family(stack) & id(~draft-head/)"];
+    let ran = program.expect(0, &arguments);
+    assert!(ran.out.contains(fault) && ran.out.contains("stack/"), "{}", ran.out);
+}

@@ -89,10 +89,10 @@ class Judged(unittest.TestCase):
     """Tests that need the program."""
 
     def setUp(self) -> None:
-        program = program()
-        if program is None:
+        built = program()
+        if built is None:
             skip(self, "the program shardcheck isn't built: cargo build --release")
-        patch = mock.patch.dict(os.environ, {"SHARDCHECK_BIN": program})
+        patch = mock.patch.dict(os.environ, {"SHARDCHECK_BIN": built})
         patch.start()
         self.addCleanup(patch.stop)
 

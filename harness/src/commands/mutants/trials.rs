@@ -90,7 +90,10 @@ fn trial_line(trial: &Trial) -> String {
 pub(super) fn shrink(args: &ShrinkArgs) -> Result<Exit, CommandError> {
     let (cases, _) = args.cases.selected()?;
     let budget = budget(args.budget_s)?;
-    let faults: Vec<_> = chosen(&args.faults)?.into_iter().filter(|fault| !fault.bugs.is_empty()).collect();
+    // those that are asked for by name are shrunk whether anything is there to compare with or not
+    let is_named = !args.faults.is_empty();
+    let faults: Vec<_> =
+        chosen(&args.faults)?.into_iter().filter(|fault| is_named || !fault.bugs.is_empty()).collect();
     let progress = Progress::new(faults.len(), "faults");
     let shrunk = |fault: &&'static Fault| {
         let row = row(fault, &cases, budget);

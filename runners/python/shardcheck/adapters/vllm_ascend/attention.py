@@ -41,6 +41,8 @@ class Attention:
         """Runs a step on all ranks. `kind` is `decode` or `verify`."""
         c = self.configuration
         self._check()
+        if len(batch.query) == 0:
+            raise Unsupported("a step without a row is never run")
         jobs = [RankAttention(c, self.caches.of_rank(rank), rank, kind, batch) for rank in range(c.tp)]
         results, collectives = self.executor.run(jobs, c.dcp)
         outs = [project(result.out, rank, w_uv, c.heads_per_rank) for rank, result in enumerate(results)]
