@@ -204,7 +204,10 @@ mod tests {
             let [of_gate, of_up] = [g, u].map(|value| chain(1.0 + 3.0 + 1.0) * value.abs());
             let silu = g / (1.0 + (-g).exp());
             let unit = 2f64.powi(-24);
-            let of_silu = 1.1 * of_gate + 18.0 * unit * (silu.abs() + 1.1 * of_gate);
+            // a gate of −0.75 lies where silu is flatter
+            let edge: f64 = g + of_gate;
+            let slope = if edge < 0.0 { (1.0 - edge) * edge.exp() } else { 1.1 };
+            let of_silu = slope * of_gate + 18.0 * unit * (silu.abs() + slope * of_gate);
             let value = silu * u;
             let error =
                 (of_silu * (u.abs() + of_up) + silu.abs() * of_up + unit * value.abs()) * (1.0 + unit);
@@ -213,6 +216,19 @@ mod tests {
             near(term.error[0], wanted);
             near(term.reach[0], 3.0 * (value.abs() + error) + wanted);
         }
+    }
+
+    #[test]
+    fn no_step_of_silu_is_steeper_than_its_slope_says() {
+        let silu = |x: f64| x / (1.0 + (-x).exp());
+        for step in -1200..800 {
+            let x = f64::from(step) / 100.0;
+            for below in [0.01, 0.5, 3.0] {
+                let risen = (silu(x) - silu(x - below)).abs() / below;
+                assert!(risen <= slope(x), "{x} {below}: {risen}");
+            }
+        }
+        assert!(slope(-8.0) < 0.01 && slope(0.5) == 1.1);
     }
 
     #[test]

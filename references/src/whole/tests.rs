@@ -233,7 +233,16 @@ fn attention_whose_winner_is_far_ahead_gives_its_value_however_its_scores_move()
     let out = attend(&head, &keys, &contract)[0];
     assert!((out.value - 3.0).abs() < 1e-12 && out.error < 0.01 + 3.0 * 0.03, "{out:?}");
     let blunt = Head { query: &[query[0], Near { value: 1.0, error: 2.0 }], ..head };
-    assert!(attend(&blunt, &keys, &contract)[0].error > 5.0, "a weight of any size is possible");
+    let out = attend(&blunt, &keys, &contract)[0];
+    let plain = |q: f64| {
+        let weights = [1.0, 0.0, 0.1].map(|address: f64| (q * address).exp());
+        (3.0 * weights[0] - 5.0 * weights[1] + 7.0 * weights[2]) / weights.iter().sum::<f64>()
+    };
+    // whatever the query is of what it may be
+    for q in [-1.0, 0.0, 2.0, 3.0] {
+        assert!((plain(q) - out.value).abs() <= out.error, "{q}: {} {out:?}", plain(q));
+    }
+    assert!(out.error > (plain(-1.0) - plain(1.0)).abs(), "{out:?}");
 }
 
 #[test]
