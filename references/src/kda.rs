@@ -15,6 +15,7 @@
 pub mod recurrence;
 pub mod surround;
 
+use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 
@@ -31,6 +32,19 @@ pub struct Near {
     pub value: f64,
     /// Bound on an engine's distance from it.
     pub error: f64,
+}
+
+impl Near {
+    /// A value that is known exactly.
+    pub fn exact(value: f32) -> Self {
+        Self { value: f64::from(value), error: 0.0 }
+    }
+
+    /// The value behind its rounding to a type.
+    #[must_use]
+    pub fn stored(self, dtype: Dtype) -> Self {
+        Self { error: self.error + half_ulp(dtype, self.value.abs() + self.error), ..self }
+    }
 }
 
 /// Sizes of a layer.

@@ -15,7 +15,7 @@ use crate::moe::{Addend, Mlp, Reduction, Term, combine, mlp, mlp_of};
 
 /// A row that is known exactly.
 pub fn exact(x: &[f32]) -> Vec<Near> {
-    x.iter().map(|x| Near { value: f64::from(*x), error: 0.0 }).collect()
+    x.iter().copied().map(Near::exact).collect()
 }
 
 /// `x / √(mean x² + ε) · weight` of a row that is known exactly.
@@ -76,12 +76,8 @@ pub fn turned(vector: &[Near], cos: &[f32], sin: &[f32], contract: &Contract) ->
     let mut turned = vector.to_vec();
     let half = cos.len();
     let first = vector.len() - 2 * half;
-    let stored = |near: Near| Near {
-        error: near.error + half_ulp(contract.partial, near.value.abs() + near.error),
-        ..near
-    };
     for index in 0..half {
-        let (a, b) = (stored(vector[first + index]), stored(vector[first + half + index]));
+        let [a, b] = [first + index, first + half + index].map(|at| vector[at].stored(contract.partial));
         let (cos, sin) = (f64::from(cos[index]), f64::from(sin[index]));
         let sum = |a: Near, b: Near, sin: f64| {
             let reach = cos.abs() * (a.value.abs() + a.error) + sin.abs() * (b.value.abs() + b.error);
@@ -151,8 +147,7 @@ fn near((values, errors): (Vec<f64>, Vec<f64>)) -> Vec<Near> {
 
 /// The stream behind an update: one sum of binary32.
 pub fn joined(stream: f32, update: f32) -> Near {
-    let exact = |value: f32| Near { value: f64::from(value), error: 0.0 };
-    joined_of(exact(stream), exact(update))
+    joined_of(Near::exact(stream), Near::exact(update))
 }
 
 /// As [`joined`], of values with errors.

@@ -85,14 +85,9 @@ pub struct LayerRow {
     pub streams: [Vec<Near>; 2],
 }
 
-/// A value behind its rounding to a type.
-fn stored(near: Near, dtype: Dtype) -> Near {
-    Near { error: near.error + half_ulp(dtype, near.value.abs() + near.error), ..near }
-}
-
 impl Setting<'_> {
     fn output(&self, row: Vec<Near>) -> Vec<Near> {
-        row.into_iter().map(|near| stored(near, self.contract.output)).collect()
+        row.into_iter().map(|near| near.stored(self.contract.output)).collect()
     }
 
     /// A row behind a norm.

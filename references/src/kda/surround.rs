@@ -1,6 +1,5 @@
 //! What stands around the recurrence: convolution, norm of queries and keys, gates, gated norm; each with the error of 32-bit arithmetic.
 
-use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::dtype::Dtype;
 
 use super::{Arithmetic, Gate, NORM_FLOOR, Near};
@@ -13,10 +12,7 @@ fn exp_error(arithmetic: &Arithmetic) -> f64 {
 
 /// Half a unit of what intermediate values are stored in; none for binary32, whose rounding the operations count.
 fn stored(near: Near, arithmetic: &Arithmetic) -> Near {
-    if arithmetic.stored == Dtype::F32 {
-        return near;
-    }
-    Near { error: near.error + half_ulp(arithmetic.stored, near.value.abs() + near.error), ..near }
+    if arithmetic.stored == Dtype::F32 { near } else { near.stored(arithmetic.stored) }
 }
 
 /// `silu` of the convolution's sum for the last token of `window` (`taps` tokens, oldest first).

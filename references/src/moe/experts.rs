@@ -34,7 +34,7 @@ pub struct Term {
 /// # Panics
 /// When shapes do not fit.
 pub fn mlp(weights: &Mlp<'_>, x: &[f32], contract: &Contract) -> Term {
-    let exact: Vec<Near> = x.iter().map(|x| Near { value: f64::from(*x), error: 0.0 }).collect();
+    let exact: Vec<Near> = x.iter().copied().map(Near::exact).collect();
     mlp_of(weights, &exact, contract)
 }
 
