@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
-use crate::prefill::{CONTEXTS, PREFILLING, STARTS};
+use crate::prefill::{CONTEXTS, LOCAL_ROWS, PREFILLING, STARTS};
 use crate::{PcpDecodes, PcpStrategy, TensorSpec};
 
 /// How tokens are selected for the rows of a batch over the ranks of prefill context parallelism.
@@ -66,12 +66,7 @@ pub(crate) const SELECT: &[TensorSpec] = &[
         "i32 [P, N, k]",
         "on each rank, the positions that each row of the batch selects, in any order; −1 behind",
     ),
-    spec(
-        "rows",
-        Observable,
-        "i64 [P, R]",
-        "row of the batch that each local row is, −1 for padding, which comes last",
-    ),
+    LOCAL_ROWS,
     spec("row_lens", Observable, "i32 [P, R]", "tokens that each local row saw; 0 for padding"),
     spec(
         "gathered_key",
@@ -124,12 +119,7 @@ pub(crate) const COMPRESS: &[TensorSpec] = &[
         "f32 [P, entries, d]",
         "on each rank, an entry for each block whose last token is among the new ones: Σ softmax(gate + bias)·kv, column by column",
     ),
-    spec(
-        "rows",
-        Output,
-        "i64 [P, R]",
-        "row of the batch that each local row is, −1 for padding, which comes last",
-    ),
+    TensorSpec { provenance: Output, ..LOCAL_ROWS },
     spec(
         "entry_lens",
         Output,

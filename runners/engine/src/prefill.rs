@@ -126,6 +126,12 @@ pub(crate) const STARTS: TensorSpec =
     spec("query_start_loc", Given, "i32 [n+1]", "first row of each request in the flattened batch of N rows");
 pub(crate) const CONTEXTS: TensorSpec =
     spec("context_lens", Given, "i32 [n]", "tokens of each request that were computed before; 0 is legal");
+pub(crate) const LOCAL_ROWS: TensorSpec = spec(
+    "rows",
+    Observable,
+    "i64 [P, R]",
+    "row of the batch that each local row is, −1 for padding, which comes last",
+);
 pub(crate) const PREFILLING: TensorSpec =
     spec("is_prefilling", Given, "u8 [n]", "1 for a request whose rows are a prompt's, 0 for a decode");
 
@@ -133,12 +139,7 @@ pub(crate) const LAYOUT: &[TensorSpec] = &[
     STARTS,
     CONTEXTS,
     PREFILLING,
-    spec(
-        "rows",
-        Output,
-        "i64 [P, R]",
-        "row of the batch that each local row is, −1 for padding, which comes last",
-    ),
+    TensorSpec { provenance: Output, ..LOCAL_ROWS },
     spec(
         "positions",
         Output,
@@ -186,12 +187,7 @@ pub(crate) const ATTEND: &[TensorSpec] = &[
         "on each rank, the output of the whole batch in its order, without padding",
     ),
     spec("lse", Output, "f32 [P, N, Hall]", "its natural LSE"),
-    spec(
-        "rows",
-        Observable,
-        "i64 [P, R]",
-        "row of the batch that each local row is, −1 for padding, which comes last",
-    ),
+    LOCAL_ROWS,
     spec("row_lens", Observable, "i32 [P, R]", "tokens that each local row saw; 0 for padding"),
     spec(
         "kernel_query",
