@@ -1,5 +1,22 @@
 //! Properties: what must hold of what an engine computes. One registry; one file per family.
 
+/// A property: its id, the families that it is judged on, whether a case of them can show it; what must hold, where that comes from, bugs of
+/// its kind, how the tolerance comes about, and what judges it.
+macro_rules! property {
+    ($id:literal, $families:expr, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
+        Property {
+            id: $id,
+            statement: $statement,
+            source: $source,
+            bugs: $bugs,
+            tolerance: $tolerance,
+            families: $families,
+            applies: $applies,
+            check: $check,
+        }
+    };
+}
+
 mod acceptance;
 mod attend;
 mod compress;
@@ -34,7 +51,7 @@ mod write;
 pub(crate) use sequence::judge_turn;
 use shardcheck_cases::{Case, Family};
 
-use crate::finding::Finding;
+use crate::finding::{Failure, Finding, Stage};
 use crate::laboratory::{Halt, Laboratory};
 
 pub(crate) use inputs::UNCHANGED;
@@ -70,6 +87,11 @@ impl Property {
     pub fn judge(&self, laboratory: &Laboratory) -> Finding {
         (self.check)(laboratory).unwrap_or_else(Finding::from)
     }
+}
+
+/// What is told of a property that does not hold.
+fn broken(headline: String, stage: Stage) -> Halt {
+    Failure::because(headline).at(stage).into()
 }
 
 /// All properties, in the order in which they are judged: what localises comes before what it explains.

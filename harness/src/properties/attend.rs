@@ -22,196 +22,201 @@ pub(super) const CERTIFIED_LSE: &str =
     "certified LSE bound of the declared rounding contract, per row and head";
 pub(super) const EXACT: &str = "exact: integers";
 
-macro_rules! attend_property {
-    ($id:literal, $families:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: $families,
-            applies: always,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    attend_property!(
+    property!(
         "decode.row-lengths",
         DECODE,
+        always,
         "the row that a rank's decode kernel sees is as long as the tokens that the rank holds of its request",
         "ATOM `get_dcp_local_seq_lens`",
         &["vllm#27518", "vllm-ascend#10895"],
         EXACT,
         row_lengths
     ),
-    attend_property!(
+    property!(
         "verify.row-lengths",
         VERIFY,
+        always,
         "each verify row sees, on each rank, the owned part of the positions below its own global boundary",
         "ATOM `get_dcp_local_window_lens`; vLLM `dcp_local_verify_row_lens`",
         &["vllm#47181", "vllm#46076", "vllm-ascend#6491", "flash-attention#93"],
         EXACT,
         row_lengths
     ),
-    attend_property!(
+    property!(
         "draft.row-lengths",
         DRAFT,
+        always,
         "each row of a draft block sees, on each rank, all tokens that the rank holds of its request",
         "ATOM `_propose_with_draft`",
         &["sglang#33926", "sglang#39799"],
         EXACT,
         row_lengths
     ),
-    attend_property!(
+    property!(
         "decode.query",
         DECODE,
+        always,
         "every rank's kernel receives the query heads of its whole group, in head order",
         "ATOM decode: all-gather of Q, or query replication",
         &["vllm-ascend#4687", "vllm#29487"],
         "exact: bits",
         query
     ),
-    attend_property!(
+    property!(
         "verify.query",
         VERIFY,
+        always,
         "every rank's kernel receives the query heads of its whole group for every verify row, in head order",
         "ATOM decode: all-gather of Q, or query replication",
         &["vllm-ascend#4687", "vllm#29487"],
         "exact: bits",
         query
     ),
-    attend_property!(
+    property!(
         "decode.partial-lse",
         DECODE,
+        always,
         "each rank's LSE is that of attention over the rank's own tokens, and −inf where it holds none",
         "FlashAttention split-KV; FlashInfer empty-attention contract",
         &["vllm#38416", "flashinfer#3251", "flashinfer#58", "aiter#3267", "flashinfer#4485"],
         CERTIFIED_LSE,
         partial_lse
     ),
-    attend_property!(
+    property!(
         "verify.partial-lse",
         VERIFY,
+        always,
         "each rank's LSE of a verify row is that of attention over the rank's visible tokens, and −inf where it sees none",
         "FlashAttention split-KV; vLLM segmented MLA verify",
         &["vllm#47181", "vllm#38416", "aiter#3267"],
         CERTIFIED_LSE,
         partial_lse
     ),
-    attend_property!(
+    property!(
         "draft.partial-lse",
         DRAFT,
+        always,
         "each rank's LSE of a draft row is that of attention over all tokens that the rank holds",
         "FlashAttention split-KV",
         &["sglang#33926", "vllm#38416"],
         CERTIFIED_LSE,
         partial_lse
     ),
-    attend_property!(
+    property!(
         "decode.partial-output",
         DECODE,
+        always,
         "each rank's partial output is attention over the rank's own tokens",
         "FlashAttention split-KV",
         &["vllm#46952", "sglang#34765", "vllm-ascend#3850"],
         CERTIFIED,
         partial_output
     ),
-    attend_property!(
+    property!(
         "verify.partial-output",
         VERIFY,
+        always,
         "each rank's partial output of a verify row is attention over the rank's visible tokens",
         "FlashAttention split-KV",
         &["vllm#47181", "vllm#46952"],
         CERTIFIED,
         partial_output
     ),
-    attend_property!(
+    property!(
         "draft.partial-output",
         DRAFT,
+        always,
         "each rank's partial output of a draft row is attention over all tokens that the rank holds",
         "FlashAttention split-KV",
         &["vllm#46952"],
         CERTIFIED,
         partial_output
     ),
-    attend_property!(
+    property!(
         "decode.lse",
         DECODE,
+        always,
         "the merged LSE of a decode row is that of global attention, on every rank",
         "log-sum-exp over a partition",
         &["vllm#28840", "vllm#47079", "vllm#26509"],
         CERTIFIED_LSE,
         lse
     ),
-    attend_property!(
+    property!(
         "verify.lse",
         VERIFY,
+        always,
         "the merged LSE of a verify row is that of global causal attention, on every rank",
         "log-sum-exp over a partition",
         &["vllm#28840", "vllm#47181"],
         CERTIFIED_LSE,
         lse
     ),
-    attend_property!(
+    property!(
         "draft.lse",
         DRAFT,
+        always,
         "the merged LSE of a draft row is that of global attention over the whole block, on every rank",
         "log-sum-exp over a partition",
         &["vllm#28840"],
         CERTIFIED_LSE,
         lse
     ),
-    attend_property!(
+    property!(
         "decode.output",
         DECODE,
+        always,
         "the output of a decode row is global attention over its request, on every rank",
         "softmax attention; merge by LSE is exact over a partition",
         &["vllm#28840", "vllm#38416", "flashinfer#4975", "flashinfer#353", "ATOM#1930", "vllm#29487"],
         CERTIFIED,
         output
     ),
-    attend_property!(
+    property!(
         "verify.output",
         VERIFY,
+        always,
         "the output of each verify row is global causal attention, on every rank",
         "vLLM `test_segmented_dcp_verify_matches_causal_attention`",
         &["vllm#47181", "vllm#51705", "flash-attention#93", "vllm-ascend#6491"],
         CERTIFIED,
         output
     ),
-    attend_property!(
+    property!(
         "draft.output",
         DRAFT,
+        always,
         "the output of each draft row is global attention over the whole block, without a causal mask",
         "ATOM DSpark, vLLM DFlash: the block is bidirectional",
         &["sglang#33926", "sglang#39799"],
         CERTIFIED,
         output
     ),
-    attend_property!(
+    property!(
         "attend.padding",
         ATTEND,
+        always,
         "graph-padding rows and rows that see nothing come out as exact zeros with LSE −inf",
         "vLLM empty-shard mask; FlashInfer empty-attention contract",
         &["flashinfer#3779", "vllm-ascend#12840", "vllm-ascend#7012", "flashinfer#4484"],
         "exact: bits",
         padding
     ),
-    attend_property!(
+    property!(
         "attend.collectives",
         ATTEND,
+        always,
         "all ranks enter the same number of collectives",
         "a rank that enters one less leaves the others waiting",
         &["vllm-ascend#12036", "TensorRT-LLM#10312", "sglang#20360"],
         EXACT,
         collectives
     ),
-    attend_property!(
+    property!(
         "attend.given-cache",
         ATTEND,
+        always,
         "attention over caches that were laid out by the harness, not by the engine's own write, is global attention",
         "reader and writer of a cache must agree with the published layout, not only with each other",
         &["sglang#29760", "vllm#49435", "sglang#33309"],

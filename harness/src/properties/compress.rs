@@ -4,33 +4,19 @@ use shardcheck_cases::{Body, Case, Family};
 use shardcheck_engine::Tensor;
 use shardcheck_formats::Dtype;
 
-use super::{Property, always, pcp};
+use super::{Property, always, broken, pcp};
 use crate::compressing::CompressMaterial;
-use crate::finding::{Failure, Finding, Measured, Stage};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Run};
 
 const COMPRESS: &[Family] = &[Family::CompressPcp];
 const EXACT: &str = "exact: integers";
 
-macro_rules! compress_property {
-    ($id:literal, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: COMPRESS,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    compress_property!(
+    property!(
         "compress.rows",
+        COMPRESS,
         always,
         "each rank has the rows that the split gives to it, chunks in one piece, padding behind them",
         "as `pcp.partition`, `pcp.padding` and `pcp.order`",
@@ -38,8 +24,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         rows
     ),
-    compress_property!(
+    property!(
         "compress.blocks",
+        COMPRESS,
         always,
         "on every rank, a step makes one entry for each block of m positions of a request whose last token is new, and none for one that is not full",
         "DeepSeek-V4 `Compressor`: an entry where (position + 1) mod m is 0",
@@ -47,8 +34,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         blocks
     ),
-    compress_property!(
+    property!(
         "compress.entries",
+        COMPRESS,
         always,
         "an entry is the softmax-gated sum over its block and, where blocks overlap, the one before, whatever ranks and steps the tokens came from",
         "DeepSeek-V4 `Compressor`, `overlap_transform`",
@@ -56,8 +44,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "derived: bound of exponents, sums and the division in 32 bits under the declared contract",
         entries
     ),
-    compress_property!(
+    property!(
         "compress.visible",
+        COMPRESS,
         always,
         "a local row sees the entries of the blocks that end at its position or before, by global position, and padding none",
         "causality: an entry holds tokens up to the end of its block",
@@ -65,8 +54,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         visible
     ),
-    compress_property!(
+    property!(
         "compress.state",
+        COMPRESS,
         always,
         "behind a step, every rank holds the tokens of the block that is not full and, where blocks overlap, of the one before, as they were given",
         "DeepSeek-V4 `kv_state`, `score_state`",
@@ -74,8 +64,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "exact: bits",
         state
     ),
-    compress_property!(
+    property!(
         "compress.ranks",
+        COMPRESS,
         has_ranks,
         "all ranks make the same entries, bit for bit",
         "every rank holds the compressed cache whole",
@@ -83,8 +74,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "exact: bits",
         ranks
     ),
-    compress_property!(
+    property!(
         "compress.chunks",
+        COMPRESS,
         divides,
         "a batch in two steps, the second behind the state that the first left, makes the entries of one step",
         "chunked prefill, and decode behind a prompt",
@@ -100,10 +92,6 @@ fn has_ranks(case: &Case) -> bool {
 
 fn divides(case: &Case) -> bool {
     matches!(&case.body, Body::CompressPcp(case) if case.batch.requests.iter().any(|r| r.query_tokens > 1))
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 fn rows(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -155,23 +143,12 @@ fn entries(laboratory: &Laboratory) -> Result<Finding, Halt> {
 }
 
 fn visible(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let material = laboratory.compressing();
-    let placed = |row: i64| usize::try_from(row).ok().and_then(|row| material.sharing.placed.get(row));
-    let wanted = |row: i64| placed(row).map_or(0, |placed| material.blocks.visible_entries(placed.position));
-    let beside = pcp::beside_rows(laboratory, "entry_lens", Dtype::I32)?;
-    let width = (beside.len() / material.sharing.world).max(1);
-    for (flat, (row, seen)) in beside.iter().enumerate() {
-        if *seen != wanted(*row) as i64 {
-            let (rank, place) = (flat / width, flat % width);
-            let headline = format!(
-                "rank {rank}, place {place}, {} sees {seen} entries, where {} blocks have ended",
-                material.sharing.row_place(*row),
-                wanted(*row)
-            );
-            return Err(broken(headline, Stage::RowBound));
-        }
-    }
-    Ok(Finding::Holds(Measured::exact(beside.len())))
+    let blocks = &laboratory.compressing().blocks;
+    let headline =
+        "a local row sees another number of entries than blocks have ended at its position or before";
+    pcp::compare(laboratory, ("entry_lens", Dtype::I32), headline, |material, row| {
+        Some(pcp::placed(material, row).map_or(0, |placed| blocks.visible_entries(placed.position)))
+    })
 }
 
 fn state(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -18,23 +18,8 @@ const ATTEND_AND_CONTEXT: &[Family] =
 const BOUNDS: &str = "sum of the certified bounds of both runs";
 const BITS: &str = "exact: bits";
 
-macro_rules! equal_property {
-    ($id:literal, $families:expr, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: $families,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    equal_property!(
+    property!(
         "equal.world",
         ATTEND,
         |case| small(case, |c| c.configuration.dcp > 1 && c.configuration.attention.kv_heads() == 1),
@@ -44,7 +29,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         world
     ),
-    equal_property!(
+    property!(
         "equal.interleave",
         ATTEND_AND_CONTEXT,
         |case| small(case, |c| c.configuration.dcp > 1 && c.configuration.block_size > 1),
@@ -54,7 +39,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         interleave
     ),
-    equal_property!(
+    property!(
         "equal.backend",
         ATTEND,
         |case| small(case, |c| c.configuration.dcp > 1),
@@ -64,7 +49,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         backend
     ),
-    equal_property!(
+    property!(
         "equal.lanes",
         ATTEND,
         |case| small(case, |c| c.configuration.dcp > 1 && c.configuration.comm_backend == CommBackend::A2a),
@@ -74,7 +59,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         lanes
     ),
-    equal_property!(
+    property!(
         "equal.query-replication",
         ATTEND,
         |case| attention(case).is_some_and(|c| c.configuration.dcp > 1),
@@ -84,7 +69,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         query_replication
     ),
-    equal_property!(
+    property!(
         "equal.project-before-merge",
         ATTEND,
         |case| small(case, |c| c.configuration.dcp > 1 && c.configuration.attention.is_mla()),
@@ -94,7 +79,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         project_before_merge
     ),
-    equal_property!(
+    property!(
         "equal.placement",
         ATTEND_AND_CONTEXT,
         |case| small(case, |_| true),
@@ -104,7 +89,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         placement
     ),
-    equal_property!(
+    property!(
         "equal.batch",
         ATTEND,
         |case| small(case, |c| c.workload.requests.len() > 1),
@@ -114,7 +99,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         batch
     ),
-    equal_property!(
+    property!(
         "equal.padding",
         ATTEND,
         |case| small(case, |_| true),
@@ -124,7 +109,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         padding
     ),
-    equal_property!(
+    property!(
         "equal.repeat",
         ATTEND_AND_CONTEXT,
         |case| small(case, |_| true),
@@ -134,7 +119,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         repeat
     ),
-    equal_property!(
+    property!(
         "equal.future",
         &[Family::Verify],
         |case| small(case, |c| c.workload.requests.iter().any(|r| r.query_tokens > 1)),

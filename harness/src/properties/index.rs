@@ -6,8 +6,8 @@ use shardcheck_cases::{Body, Case, Family};
 use shardcheck_formats::Dtype;
 use shardcheck_references::sparse::admits;
 
-use super::{Property, always, pcp};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use super::{Property, always, broken, pcp};
+use crate::finding::{Finding, Measured, Stage};
 use crate::indexing::IndexMaterial;
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory};
@@ -16,24 +16,10 @@ const SELECT: &[Family] = &[Family::SelectPcp];
 const EXACT: &str = "exact: integers";
 const SETS: &str = "derived: each score lies in the interval of its 32-bit arithmetic; a set is right if some scores within them make it the best";
 
-macro_rules! index_property {
-    ($id:literal, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: SELECT,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    index_property!(
+    property!(
         "index.rows",
+        SELECT,
         always,
         "each rank selects for the rows that the split gives to it, chunks in one piece, padding behind them",
         "as `pcp.partition`, `pcp.padding` and `pcp.order`",
@@ -41,8 +27,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         rows
     ),
-    index_property!(
+    property!(
         "index.bounds",
+        SELECT,
         always,
         "a local row is scored for all positions of its request up to its own, the cached ones included, and padding for none",
         "SGLang: key lengths of a chunk from its end in the sequence; ATOM: windows before the split",
@@ -50,8 +37,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         bounds
     ),
-    index_property!(
+    property!(
         "index.gather",
+        SELECT,
         always,
         "on every rank, the indexer's keys are those of all positions of each request in their order, and no padding",
         "SGLang `cp_all_gather_rerange_output`; ATOM gather, transpose, cut",
@@ -59,8 +47,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "exact: bits",
         gathered
     ),
-    index_property!(
+    property!(
         "index.scores",
+        SELECT,
         always,
         "a local row's score for a token is that of its own query and weights by the token's key, whoever has the token",
         "DeepSeek-V3.2 indexer, row by row",
@@ -68,8 +57,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "certified bound of dot products, weights and sums in 32 bits",
         scores
     ),
-    index_property!(
+    property!(
         "index.choice",
+        SELECT,
         always,
         "a local row selects different tokens that it sees, k of them or all, and no others score higher, as on one rank",
         "DeepSeek-V3.2 top-k: no rank has a part in it",
@@ -77,8 +67,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         SETS,
         choice
     ),
-    index_property!(
+    property!(
         "index.padding",
+        SELECT,
         always,
         "a row of padding selects nothing",
         "ATOM: padding rows are of zero length",
@@ -86,8 +77,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         padding
     ),
-    index_property!(
+    property!(
         "index.output",
+        SELECT,
         always,
         "what comes back on every rank is, row by row in the batch's order, a selection that the row may have",
         "the last gather, order restored",
@@ -95,8 +87,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         SETS,
         output
     ),
-    index_property!(
+    property!(
         "index.ranks",
+        SELECT,
         has_ranks,
         "all ranks have the same selection for a row",
         "what was gathered is one thing",
@@ -108,10 +101,6 @@ pub(super) const PROPERTIES: &[Property] = &[
 
 fn has_ranks(case: &Case) -> bool {
     matches!(&case.body, Body::SelectPcp(case) if case.batch.world > 1)
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 fn rows(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -14,24 +14,10 @@ const MERGE: &[Family] = &[Family::MergePartials];
 const BOUND: &str = "certified bound of the declared merge arithmetic on exactly known partials";
 const BITS: &str = "exact: bits";
 
-macro_rules! merge_property {
-    ($id:literal, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: MERGE,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    merge_property!(
+    property!(
         "merge.output",
+        MERGE,
         always,
         "the merged output is Σ exp(lse_r − g)·o_r over the ranks whose LSE is neither −inf, +inf nor NaN",
         "ATOM `cp_lse_ag_out_rs`, `cp_lse_a2a`; vLLM `dcp_a2a_lse_reduce`",
@@ -39,8 +25,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUND,
         output
     ),
-    merge_property!(
+    property!(
         "merge.lse",
+        MERGE,
         always,
         "the merged LSE is ln Σ exp(lse_r)",
         "log-sum-exp over a partition",
@@ -48,8 +35,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUND,
         lse
     ),
-    merge_property!(
+    property!(
         "merge.neutral",
+        MERGE,
         always,
         "a state merged with empty states only comes out bit for bit, although the empty outputs hold NaN (zeros where the engine declares that it relies on them)",
         "the empty state is the neutral element",
@@ -57,8 +45,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         neutral
     ),
-    merge_property!(
+    property!(
         "merge.all-empty",
+        MERGE,
         |case| pattern(case) == Some(MergePattern::AllEmpty),
         "states that are all empty merge to exact zeros with LSE −inf",
         "vLLM `_lse_weighted_combine`; ATOM merge tests",
@@ -66,8 +55,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         all_empty
     ),
-    merge_property!(
+    property!(
         "merge.permutation",
+        MERGE,
         |case| world(case) > 1,
         "the order of the ranks does not matter beyond rounding",
         "addition commutes",
@@ -75,8 +65,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUND,
         permutation
     ),
-    merge_property!(
+    property!(
         "merge.shift",
+        MERGE,
         |case| matches!(pattern(case), Some(MergePattern::Random | MergePattern::SomeEmpty)),
         "adding a constant to all LSEs moves the merged LSE by it and leaves the output",
         "softmax is invariant under a common shift",
@@ -84,8 +75,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUND,
         shift
     ),
-    merge_property!(
+    property!(
         "merge.base-2",
+        MERGE,
         always,
         "LSEs that are given in base 2 weigh as the natural ones do, and the merged one is in base 2",
         "FlashInfer `merge_state`; vLLM `is_lse_base_on_e=False`",
@@ -93,8 +85,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUND,
         base_2
     ),
-    merge_property!(
+    property!(
         "merge.fold",
+        MERGE,
         |case| world(case) > 2 && pattern(case) == Some(MergePattern::Random),
         "merging N states at once equals folding the engine's own two-state merge over them",
         "associativity of the merge",
@@ -102,8 +95,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         "sum of the bounds of both routes",
         fold
     ),
-    merge_property!(
+    property!(
         "merge.views",
+        MERGE,
         |case| view(case).is_some_and(|view| view != StateView::Contiguous),
         "states given as strided views merge to the same bits as their contiguous copies",
         "a tensor's values do not depend on its strides",
@@ -111,8 +105,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         views
     ),
-    merge_property!(
+    property!(
         "merge.tags",
+        MERGE,
         |case| pattern(case) == Some(MergePattern::Tagged),
         "every rank receives its own heads: outputs that spell row and head come out in their place",
         "head ownership is contiguous: rank j keeps heads [jH, (j+1)H)",

@@ -4,8 +4,8 @@ use shardcheck_cases::{Case, ExpertWeights, Family, MoeCase};
 use shardcheck_engine::{ExpertSharding, MoeExchange, MoePlan, SharedExpert};
 use shardcheck_formats::Dtype;
 
-use super::{Property, always};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use super::{Property, always, broken};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed, Run};
 use crate::layer::MoeMaterial;
@@ -96,10 +96,6 @@ fn moe_case(case: &Case) -> Option<&MoeCase> {
 
 fn shares_rows(plan: &MoePlan) -> bool {
     plan.tp > 1 || plan.exchange == MoeExchange::Redundant && plan.pcp > 1
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 /// The output, element by element and in its codes.

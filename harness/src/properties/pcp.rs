@@ -4,8 +4,8 @@ use shardcheck_cases::{Body, Case, Family, PcpCase};
 use shardcheck_engine::PcpDecodes;
 use shardcheck_formats::Dtype;
 
-use super::{Property, always};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use super::{Property, always, broken};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory};
 use crate::sharing::SharingMaterial;
@@ -119,10 +119,6 @@ fn pcp_case(case: &Case) -> Option<&PcpCase> {
 
 fn owned(case: &Case) -> bool {
     pcp_case(case).is_some_and(|pcp| pcp.decodes == PcpDecodes::Owned)
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 /// `rows`, rank by rank; the width R is the engine's own, as long as all ranks have the same.
@@ -263,7 +259,7 @@ pub(super) fn padding(laboratory: &Laboratory) -> Result<Finding, Halt> {
 }
 
 /// Compares a value of each local row with one of the oracle's; `None` leaves a row out.
-fn compare(
+pub(super) fn compare(
     laboratory: &Laboratory,
     (name, dtype): (&'static str, Dtype),
     headline: &str,
@@ -283,7 +279,7 @@ fn compare(
     }))
 }
 
-fn placed(material: &SharingMaterial, row: i64) -> Option<&shardcheck_references::pcp::Placed> {
+pub(super) fn placed(material: &SharingMaterial, row: i64) -> Option<&shardcheck_references::pcp::Placed> {
     usize::try_from(row).ok().and_then(|row| material.placed.get(row))
 }
 

@@ -4,8 +4,8 @@
 use shardcheck_cases::{AttendPcpCase, Body, Case, Family};
 use shardcheck_formats::Dtype;
 
-use super::{Property, always, pcp};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use super::{Property, always, broken, pcp};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed};
 use crate::prefilling::PrefillMaterial;
@@ -18,24 +18,10 @@ const EXACT: &str = "exact: integers";
 const BITS: &str = "exact: bits";
 const BOUNDS: &str = "sum of the certified bounds of both runs";
 
-macro_rules! prefill_property {
-    ($id:literal, $applies:expr, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: ATTEND,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    prefill_property!(
+    property!(
         "prefill.rows",
+        ATTEND,
         always,
         "each rank attends for the rows that the split gives to it, chunks in one piece, padding behind them",
         "as `pcp.partition`, `pcp.padding` and `pcp.order`",
@@ -43,8 +29,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         rows
     ),
-    prefill_property!(
+    property!(
         "prefill.bounds",
+        ATTEND,
         always,
         "a local row sees all positions of its request up to its own, the cached ones included, and padding none",
         "SGLang `kv_len_prev`, `kv_len_next`: prefix + all blocks up to the chunk's end; ATOM: windows before the split",
@@ -52,8 +39,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         EXACT,
         bounds
     ),
-    prefill_property!(
+    property!(
         "prefill.query",
+        ATTEND,
         always,
         "the kernel reads the query of its own row, behind the cast that was asked for, scale included",
         "rows of queries and of keys are cut by the same split",
@@ -61,8 +49,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         query
     ),
-    prefill_property!(
+    property!(
         "prefill.gather",
+        ATTEND,
         always,
         "on every rank, keys and values are those of all positions of each request in their order, the cached ones first, and no padding",
         "SGLang `cp_all_gather_rerange_kv_cache`; vLLM `hidden_restore_idx`; ATOM gather, transpose, cut",
@@ -70,8 +59,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         gathered
     ),
-    prefill_property!(
+    property!(
         "prefill.local",
+        ATTEND,
         always,
         "output and LSE of each local row are global causal attention over its request, whatever its rank",
         "every rank has the KV of all positions",
@@ -79,8 +69,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         CERTIFIED,
         local
     ),
-    prefill_property!(
+    property!(
         "prefill.copies",
+        ATTEND,
         has_copies,
         "a row that every rank has, as a decode that is replicated, has the same output on all of them",
         "vLLM: decodes are computed redundantly, and any rank's sample may be taken",
@@ -88,8 +79,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         copies
     ),
-    prefill_property!(
+    property!(
         "prefill.lse",
+        ATTEND,
         always,
         "the LSE that comes back is that of global causal attention, row by row in the batch's order, on every rank",
         "log-sum-exp over all positions before the row",
@@ -97,8 +89,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         CERTIFIED,
         lse
     ),
-    prefill_property!(
+    property!(
         "prefill.output",
+        ATTEND,
         always,
         "the output that comes back is global causal attention, row by row in the batch's order, without padding, on every rank",
         "the last gather, order restored",
@@ -106,8 +99,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         CERTIFIED,
         output
     ),
-    prefill_property!(
+    property!(
         "prefill.ranks",
+        ATTEND,
         has_ranks,
         "all ranks have the same keys, the same outputs and the same LSEs, bit for bit",
         "what was gathered is one thing",
@@ -115,8 +109,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BITS,
         ranks
     ),
-    prefill_property!(
+    property!(
         "prefill.world",
+        ATTEND,
         has_ranks,
         "one rank gives what P ranks give",
         "attention does not depend on who computes a row",
@@ -124,8 +119,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         world
     ),
-    prefill_property!(
+    property!(
         "prefill.padding",
+        ATTEND,
         always,
         "the rows of a graph that a rank runs beside its own change no row of the batch",
         "padding belongs to no request",
@@ -133,8 +129,9 @@ pub(super) const PROPERTIES: &[Property] = &[
         BOUNDS,
         padding
     ),
-    prefill_property!(
+    property!(
         "prefill.future",
+        ATTEND,
         sees_a_future,
         "the first new row of each request does not depend on the tokens behind it, on whatever rank they are",
         "causality",
@@ -164,10 +161,6 @@ fn has_copies(case: &Case) -> bool {
 
 fn sees_a_future(case: &Case) -> bool {
     shared(case).is_some_and(|case| case.batch.requests.iter().any(|request| request.query_tokens > 1))
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 /// Holds with what both measured, or the first that does not.

@@ -13,110 +13,105 @@ use crate::material::AttentionMaterial;
 const SELECTED: &[Family] = &[Family::AttendSelected];
 const EXACT_BITS: &str = "exact: bits";
 
-macro_rules! selected_property {
-    ($id:literal, $statement:literal, $source:literal, $bugs:expr, $tolerance:expr, $applies:expr, $check:expr) => {
-        Property {
-            id: $id,
-            statement: $statement,
-            source: $source,
-            bugs: $bugs,
-            tolerance: $tolerance,
-            families: SELECTED,
-            applies: $applies,
-            check: $check,
-        }
-    };
-}
-
 pub(super) const PROPERTIES: &[Property] = &[
-    selected_property!(
+    property!(
         "selected.lists",
+        SELECTED,
+        always,
         "a rank counts and lists the tokens of a row that it owns, each in its slot, in the declared form; a row without any has no token",
         "ATOM `dcp_sparse_filter`; vLLM `filter_and_convert_dcp_index`",
         &["ATOM#1832", "vllm#46514"],
         attend::EXACT,
-        always,
         lists
     ),
-    selected_property!(
+    property!(
         "selected.query",
+        SELECTED,
+        always,
         "every rank's kernel receives the query heads of its whole group for every row of selected tokens, in head order",
         "ATOM decode: all-gather of Q, or query replication",
         &["vllm-ascend#4687"],
         EXACT_BITS,
-        always,
         attend::query
     ),
-    selected_property!(
+    property!(
         "selected.partial-lse",
+        SELECTED,
+        always,
         "each rank's LSE is that of attention over the selected tokens that it owns, and −inf where it owns none of a row",
         "FlashMLA sparse decode; ATOM: an empty row has length 0 and LSE −inf",
         &["ATOM#1832"],
         attend::CERTIFIED_LSE,
-        always,
         attend::partial_lse
     ),
-    selected_property!(
+    property!(
         "selected.partial-output",
+        SELECTED,
+        always,
         "each rank's partial output is attention over the selected tokens that it owns",
         "FlashMLA sparse decode",
         &["ATOM#1832", "sglang#34765"],
         attend::CERTIFIED,
-        always,
         attend::partial_output
     ),
-    selected_property!(
+    property!(
         "selected.lse",
+        SELECTED,
+        always,
         "the merged LSE is that of attention over the selected tokens of all ranks",
         "log-sum-exp over a partition",
         &["ATOM#1832"],
         attend::CERTIFIED_LSE,
-        always,
         attend::lse
     ),
-    selected_property!(
+    property!(
         "selected.output",
+        SELECTED,
+        always,
         "the output of a row is attention over its selected tokens and no other, on every rank",
         "DeepSeek-V3.2: softmax over the selected tokens; merge by LSE is exact over a partition",
         &["ATOM#1832", "sglang#34765"],
         attend::CERTIFIED,
-        always,
         attend::output
     ),
-    selected_property!(
+    property!(
         "selected.others",
+        SELECTED,
+        crate::run::is_small,
         "tokens that no row of their request selected may hold anything, NaN included: not a bit of an output changes",
         "a kernel reads the slots of its lists alone",
         &[],
         EXACT_BITS,
-        crate::run::is_small,
         others
     ),
-    selected_property!(
+    property!(
         "selected.order",
+        SELECTED,
+        crate::run::is_small,
         "the order in which a row's tokens are given does not matter",
         "a selection is a set; top-k kernels give it in any order",
         &[],
         "sum of the certified bounds of both runs",
-        crate::run::is_small,
         order
     ),
-    selected_property!(
+    property!(
         "selected.shared",
+        SELECTED,
+        crate::run::is_small,
         "a layer that shares a selection answers as with a list of its own, and a layer with its own renews what those behind it share",
         "IndexShare: ATOM rebuilds work plans after full layers only",
         &["ATOM#1362"],
         EXACT_BITS,
-        crate::run::is_small,
         shared
     ),
-    selected_property!(
+    property!(
         "selected.flat",
+        SELECTED,
+        has_several_rows,
         "rows of a prompt or of drafts are rows of q = 1: each as a request of its own, as long as it sees, gives the same bits",
         "ATOM and vLLM sparse prefill: one row a token, longest query 1",
         &[],
         EXACT_BITS,
-        has_several_rows,
         flat
     ),
 ];

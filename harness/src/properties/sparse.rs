@@ -8,8 +8,8 @@ use shardcheck_formats::Dtype;
 use shardcheck_references::sparse::admits;
 
 use super::lists::Lists;
-use super::{Property, always};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use super::{Property, always, broken};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory, Observed, Run};
 use crate::selecting::SelectMaterial;
@@ -114,10 +114,6 @@ fn select_case(case: &Case) -> Option<&shardcheck_cases::SelectCase> {
 
 fn is_small(case: &Case) -> bool {
     select_case(case).is_some_and(|case| case.scores() <= SMALL)
-}
-
-fn broken(headline: String, stage: Stage) -> Halt {
-    Failure::because(headline).at(stage).into()
 }
 
 /// What an engine answered, `[ranks, rows, …]`.
