@@ -371,9 +371,7 @@ impl<'a> Laboratory<'a> {
     pub fn stepped(&self) -> Result<&[Observed], Halt> {
         let perform = || {
             if let Material::Stack(material) = self.material {
-                let mut run = Run::open(&self.engine, material.configuration())?;
-                let turns = material.inputs.turns.iter();
-                return turns.map(|turn| run.step(&material.operation(), &material.tensors(turn))).collect();
+                return material.play(&self.engine);
             }
             let material = self.delta();
             let mut run = Run::open(&self.engine, &material.configuration())?;

@@ -9,6 +9,7 @@ mod states;
 mod whole;
 
 use std::collections::BTreeMap;
+use std::sync::Mutex;
 
 use shardcheck_cases::{StackCase, StackInputs, StackTurn, generate_stack};
 use shardcheck_engine::{
@@ -23,12 +24,13 @@ use shardcheck_references::stack;
 
 use crate::event::Coverage;
 use crate::judge::Allowed;
-use crate::laboratory::{Halt, Observed};
+use crate::laboratory::{Halt, Observed, Run, Watched};
 use crate::material::AttentionMaterial;
 
 pub use keys::KeyStore;
 pub use mixtures::MixtureRow;
 pub use states::{Played, Recurrence, StateStore};
+use whole::WholeRows;
 pub use whole::{Drafts, WholeRun};
 
 /// Material of one case of a stack.
@@ -50,6 +52,8 @@ pub struct StackMaterial {
     contract: Contract,
     profile: Profile,
     seed: u64,
+    /// What the oracle of whole runs has computed.
+    whole: Mutex<WholeRows>,
 }
 
 /// What an engine showed of a run, as numbers of 32 bits, which all of them are.
@@ -81,8 +85,20 @@ impl StackMaterial {
         let (latent, recurrent) = (case.plan().attending(), case.plan().recurrences());
         let weight = |name: &str, number: usize| part(&weights, name, Some(number));
         let recurrence = Recurrence::new(case, recurrent.len(), weight, profile)?;
-        let (case, profile) = (case.clone(), profile.clone());
-        Ok(Self { case, inputs, layout, latent, recurrent, recurrence, weights, contract, profile, seed })
+        let (case, profile, whole) = (case.clone(), profile.clone(), Mutex::default());
+        Ok(Self {
+            case,
+            inputs,
+            layout,
+            latent,
+            recurrent,
+            recurrence,
+            weights,
+            contract,
+            profile,
+            seed,
+            whole,
+        })
     }
 
     /// That of another case for the same engine.
@@ -91,6 +107,15 @@ impl StackMaterial {
     /// [`Halt::Inconclusive`] when there is none.
     pub fn variant(&self, case: &StackCase) -> Result<Self, Halt> {
         Self::new(case, self.seed, &self.profile).map_err(Halt::Inconclusive)
+    }
+
+    /// What an engine shows of every run, in a session of its own.
+    ///
+    /// # Errors
+    /// [`Halt`] when the engine does not do one or fails.
+    pub fn play(&self, engine: &Watched<'_>) -> Result<Vec<Observed>, Halt> {
+        let mut run = Run::open(engine, self.configuration())?;
+        self.inputs.turns.iter().map(|turn| run.step(&self.operation(), &self.tensors(turn))).collect()
     }
 
     /// What the session reaches.

@@ -3,11 +3,13 @@
 //! Rows are kept by the number of their token: a token that takes the place of a rejected one has another, and so has what stands behind it.
 
 use std::collections::HashMap;
+use std::sync::{MutexGuard, PoisonError};
 
 use shardcheck_cases::StackTurn;
 use shardcheck_engine::StackPlan;
 use shardcheck_references::kda::Near;
 use shardcheck_references::moe::Mlp;
+use shardcheck_references::stack::exact;
 use shardcheck_references::whole::{FeedForward, Layer, Setting};
 
 use super::StackMaterial;
@@ -42,18 +44,24 @@ pub struct Drafts {
     pub tokens: Vec<Option<usize>>,
 }
 
-/// The oracle of a whole run.
-pub struct WholeRun<'a> {
-    material: &'a StackMaterial,
-    setting: Setting<'a>,
-    layers: Vec<Layer<'a>>,
+/// Rows that were computed, whichever property or engine they were asked for.
+#[derive(Default)]
+pub(super) struct WholeRows {
     rows: HashMap<u32, WholeRow>,
     /// By the token's number and the token behind it.
     drafted: HashMap<(u32, usize), DraftRow>,
 }
 
+/// The oracle of a whole run.
+pub struct WholeRun<'a> {
+    material: &'a StackMaterial,
+    setting: Setting<'a>,
+    layers: Vec<Layer<'a>>,
+    known: MutexGuard<'a, WholeRows>,
+}
+
 impl<'a> WholeRun<'a> {
-    /// Nothing computed yet.
+    /// The oracle of a material, which keeps what it computed.
     pub fn new(material: &'a StackMaterial) -> Self {
         let (case, configuration) = (&material.case, material.configuration());
         let attention = configuration.attention;
@@ -73,25 +81,27 @@ impl<'a> WholeRun<'a> {
         };
         let count = case.layers + case.plan().heads_of_drafts();
         let layers = (0..count).map(|layer| weights(material, layer)).collect();
-        Self { material, setting, layers, rows: HashMap::new(), drafted: HashMap::new() }
+        // a row is complete when it is put in, whatever became of another
+        let known = material.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        Self { material, setting, layers, known }
+    }
+
+    fn embedded(&self, token: usize) -> Vec<Near> {
+        let (table, hidden) = (self.material.weight("embedding", None), self.setting.hidden);
+        exact(&table[token * hidden..(token + 1) * hidden])
     }
 
     /// Computes the rows of some tokens, each behind those in front of it.
     fn run(&mut self, numbers: &[u32]) {
         let inputs = &self.material.inputs;
         for (position, number) in numbers.iter().enumerate() {
-            if self.rows.contains_key(number) {
+            if self.known.rows.contains_key(number) {
                 continue;
             }
-            let token = inputs.tokens[*number as usize] as usize;
-            let hidden = self.setting.hidden;
-            let table = self.material.weight("embedding", None);
-            let exact = |value: &f32| Near { value: f64::from(*value), error: 0.0 };
-            let mut streams: Vec<Vec<Near>> =
-                vec![table[token * hidden..(token + 1) * hidden].iter().map(exact).collect()];
+            let mut streams = vec![self.embedded(inputs.tokens[*number as usize] as usize)];
             let mut keys = Vec::new();
             for (layer, weights) in self.layers[..self.material.case.layers].iter().enumerate() {
-                let key = |number: &u32| self.rows[number].keys[layer].as_slice();
+                let key = |number: &u32| self.known.rows[number].keys[layer].as_slice();
                 let before: Vec<&[Near]> = numbers[..position].iter().map(key).collect();
                 let own = self.setting.layer(weights, &streams[2 * layer], position, &before);
                 keys.push(own.key);
@@ -100,14 +110,14 @@ impl<'a> WholeRun<'a> {
             let last = self.material.case.plan().places() - 1;
             let normed = self.setting.normed(&streams[last], self.material.weight("norm_weight", Some(last)));
             let token = self.setting.token(self.material.weight("w_head", None), &normed);
-            self.rows.insert(*number, WholeRow { streams, keys, normed, token });
+            self.known.rows.insert(*number, WholeRow { streams, keys, normed, token });
         }
     }
 
     /// What the stream of a row may be at a place; `None` where nothing is known.
     pub fn stream(&mut self, numbers: &[u32], place: usize) -> Option<Vec<Allowed>> {
         self.run(numbers);
-        let row = &self.rows[numbers.last()?].streams[place];
+        let row = &self.known.rows[numbers.last()?].streams[place];
         let is_known = row.iter().all(|near| near.value.is_finite() && near.error.is_finite());
         is_known.then(|| self.material.stored(row))
     }
@@ -115,7 +125,7 @@ impl<'a> WholeRun<'a> {
     /// Token behind some tokens, where no rounding makes it another.
     pub fn token(&mut self, numbers: &[u32]) -> Option<usize> {
         self.run(numbers);
-        self.rows[numbers.last()?].token
+        self.known.rows[numbers.last()?].token
     }
 
     /// What becomes of the drafts of a request, and what it drafts.
@@ -149,42 +159,37 @@ impl<'a> WholeRun<'a> {
         let of = |position: usize| if position + 1 < numbers.len() { ids[position + 1] } else { behind };
         for (position, number) in numbers.iter().enumerate() {
             let at = (*number, of(position));
-            if !self.drafted.contains_key(&at) {
-                let key = |before: usize| self.drafted[&(numbers[before], of(before))].key.as_slice();
+            if !self.known.drafted.contains_key(&at) {
+                let key = |before: usize| self.known.drafted[&(numbers[before], of(before))].key.as_slice();
                 let before: Vec<&[Near]> = (0..position).map(key).collect();
-                let row = self.draft_row(of(position), &self.rows[number].normed, position, &before);
-                self.drafted.insert(at, row);
+                let row = self.draft_row(of(position), &self.known.rows[number].normed, position, &before);
+                self.known.drafted.insert(at, row);
             }
         }
-        let last = &self.drafted[&(numbers[numbers.len() - 1], behind)];
-        let mut keys: Vec<&[Near]> =
-            (0..numbers.len()).map(|at| self.drafted[&(numbers[at], of(at))].key.as_slice()).collect();
+        let last = &self.known.drafted[&(numbers[numbers.len() - 1], behind)];
+        let keys: Vec<&[Near]> =
+            (0..numbers.len()).map(|at| self.known.drafted[&(numbers[at], of(at))].key.as_slice()).collect();
         let (mut tokens, mut stream) = (vec![last.token], last.stream.clone());
-        let mut chain: Vec<DraftRow> = Vec::new();
+        let mut chain: Vec<Vec<Near>> = Vec::new();
         while tokens.len() < self.material.case.drafts() {
             let Some(token) = tokens[tokens.len() - 1] else {
                 tokens.push(None);
                 continue;
             };
-            let mut before = keys.clone();
-            before.extend(chain.iter().map(|row| row.key.as_slice()));
-            let row = self.draft_row(token, &stream, numbers.len() + chain.len(), &before);
+            let before: Vec<&[Near]> = keys.iter().copied().chain(chain.iter().map(Vec::as_slice)).collect();
+            let row = self.draft_row(token, &stream, before.len(), &before);
             tokens.push(row.token);
-            stream.clone_from(&row.stream);
-            chain.push(row);
+            stream = row.stream;
+            chain.push(row.key);
         }
-        keys.clear();
         tokens
     }
 
     fn draft_row(&self, token: usize, stream: &[Near], position: usize, before: &[&[Near]]) -> DraftRow {
-        let (material, hidden) = (self.material, self.setting.hidden);
+        let material = self.material;
         let first = material.case.plan().places();
         let norm = |place: usize| material.weight("norm_weight", Some(first + place));
-        let table = material.weight("embedding", None);
-        let exact = |value: &f32| Near { value: f64::from(*value), error: 0.0 };
-        let embedded: Vec<Near> = table[token * hidden..(token + 1) * hidden].iter().map(exact).collect();
-        let mut both = self.setting.normed(&embedded, norm(0));
+        let mut both = self.setting.normed(&self.embedded(token), norm(0));
         both.extend(self.setting.normed(stream, norm(1)));
         let row = self.setting.projected(material.weight("w_draft", None), &both);
         let own = self.setting.layer(&self.layers[material.case.layers], &row, position, before);

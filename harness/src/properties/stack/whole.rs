@@ -1,15 +1,15 @@
 //! A whole run against one rank's, and a run with drafts against one without.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use shardcheck_cases::{Body, Case, NewTokens, RunKind, StackCase, StackWiring, Step};
 use shardcheck_formats::Dtype;
 
-use super::super::Property;
+use super::super::{Property, broken};
 use super::{STACK, every_run, grid, in_stream};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::Allowed;
-use crate::laboratory::{Halt, Laboratory, Observed, Run};
+use crate::laboratory::{Halt, Laboratory, Observed};
 use crate::stacking::{Shown, StackMaterial, WholeRun, place};
 
 pub(in crate::properties) const PROPERTIES: &[Property] = &[
@@ -63,6 +63,12 @@ fn makes_drafts(case: &Case) -> bool {
     matches!(&case.body, Body::Stack(stack) if stack.drafts() > 0)
 }
 
+/// The oracle, once the engine has answered: others may be waiting for it.
+fn oracle<'a>(laboratory: &Laboratory<'a>) -> Result<WholeRun<'a>, Halt> {
+    laboratory.stepped()?;
+    Ok(WholeRun::new(laboratory.stack()))
+}
+
 /// Numbers of the tokens up to a row of a run.
 fn up_to(scene: &super::Scene<'_>, row: usize) -> Option<Vec<u32>> {
     let (index, position) = place(scene.turn, row)?;
@@ -71,7 +77,7 @@ fn up_to(scene: &super::Scene<'_>, row: usize) -> Option<Vec<u32>> {
 
 fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "the stream is not that of the whole stack on one rank";
-    let mut run = WholeRun::new(laboratory.stack());
+    let mut run = oracle(laboratory)?;
     every_run(
         laboratory,
         "hidden",
@@ -90,7 +96,7 @@ fn streams(laboratory: &Laboratory) -> Result<Finding, Halt> {
 
 fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "a token is not that of the whole stack on one rank";
-    let mut run = WholeRun::new(laboratory.stack());
+    let mut run = oracle(laboratory)?;
     let finding = every_run(
         laboratory,
         "tokens",
@@ -126,46 +132,35 @@ fn drafted(material: &StackMaterial, observed: &Observed, requests: usize) -> Re
     Ok([accepted, tokens])
 }
 
+/// Holds a number to what it must be, where that is known; how many were compared.
+fn held(seen: i64, wanted: Option<usize>, words: impl FnOnce(usize) -> String) -> Result<usize, Halt> {
+    match wanted {
+        Some(wanted) if seen != wanted as i64 => Err(broken(words(wanted), Stage::Output)),
+        wanted => Ok(usize::from(wanted.is_some())),
+    }
+}
+
 fn drafts(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
-    let mut run = WholeRun::new(material);
+    let mut run = oracle(laboratory)?;
     let mut compared = 0;
     for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
         let requests = turn.turn.requests.len();
         let [accepted, tokens] = drafted(material, observed, requests)?;
         for request in (0..requests).filter(|request| turn.turn.new_tokens[*request] > 0) {
             let known = run.drafts(turn, request);
-            let drafts = known.tokens.len();
-            let words = |rank: usize| {
-                format!("{}, rank {rank}, request {}", material.name(turn), turn.turn.requests[request])
-            };
             for rank in 0..material.ranks() {
-                let at = rank * requests + request;
-                if let Some(wanted) = known.accepted {
-                    compared += 1;
-                    if accepted[at] != wanted as i64 {
-                        let (seen, given) = (accepted[at], turn.drafted[request]);
-                        return Err(Failure::because(format!(
-                            "{}: {seen} of {given} drafts are accepted and not {wanted}",
-                            words(rank)
-                        ))
-                        .at(Stage::Output)
-                        .into());
-                    }
-                }
-                for (draft, wanted) in known.tokens.iter().enumerate() {
-                    let Some(wanted) = wanted else { continue };
-                    compared += 1;
-                    let seen = tokens[at * drafts + draft];
-                    if seen != *wanted as i64 {
-                        return Err(Failure::because(format!(
-                            "{}: draft {} is token {seen} and not {wanted}",
-                            words(rank),
-                            draft + 1
-                        ))
-                        .at(Stage::Output)
-                        .into());
-                    }
+                let (at, given) = (rank * requests + request, turn.drafted[request]);
+                let place =
+                    format!("{}, rank {rank}, request {}", material.name(turn), turn.turn.requests[request]);
+                compared += held(accepted[at], known.accepted, |wanted| {
+                    format!("{place}: {} of {given} drafts are accepted and not {wanted}", accepted[at])
+                })?;
+                let own = &tokens[at * known.tokens.len()..(at + 1) * known.tokens.len()];
+                for (draft, (seen, wanted)) in own.iter().zip(&known.tokens).enumerate() {
+                    compared += held(*seen, *wanted, |wanted| {
+                        format!("{place}: draft {} is token {seen} and not {wanted}", draft + 1)
+                    })?;
                 }
             }
         }
@@ -204,18 +199,12 @@ fn emitted(material: &StackMaterial, steps: &[Observed]) -> Result<BTreeMap<usiz
 fn undrafted(case: &StackCase, count: usize) -> StackCase {
     let mut plain = case.clone();
     plain.wiring = Some(StackWiring { drafts: 0, rounds: 0 });
-    let mut requests: Vec<usize> = case
-        .session
-        .steps
-        .iter()
-        .flat_map(|step| match step {
-            Step::Run { batch, .. } => batch.iter().map(|own| own.request).collect(),
-            _ => Vec::new(),
-        })
-        .collect();
-    requests.sort_unstable();
-    requests.dedup();
-    let batch = requests.iter().map(|request| NewTokens { request: *request, tokens: 1 }).collect();
+    let of_step = |step: &Step| match step {
+        Step::Run { batch, .. } => batch.iter().map(|own| own.request).collect(),
+        _ => Vec::new(),
+    };
+    let requests: BTreeSet<usize> = case.session.steps.iter().flat_map(of_step).collect();
+    let batch = requests.into_iter().map(|request| NewTokens { request, tokens: 1 }).collect();
     let step = Step::Run { kind: RunKind::Decode, batch, padded_rows: 0, chunk_budget_tokens: 0 };
     plain.session.steps.extend(std::iter::repeat_n(step, count));
     plain
@@ -227,25 +216,18 @@ fn speculation(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let most = with.values().map(Vec::len).max().unwrap_or(0);
     let case = undrafted(&material.case, most.saturating_sub(1));
     let other = material.variant(&case)?;
-    let mut run = Run::open(&laboratory.engine, other.configuration())?;
-    let steps: Vec<Observed> = other
-        .inputs
-        .turns
-        .iter()
-        .map(|turn| run.step(&other.operation(), &other.tensors(turn)))
-        .collect::<Result<_, _>>()?;
+    let steps = other.play(&laboratory.engine)?;
     let without = emitted(&other, &steps)?;
     let mut compared = 0;
     for (request, tokens) in &with {
         for (index, (seen, wanted)) in tokens.iter().zip(&without[request]).enumerate() {
             compared += 1;
             if seen != wanted {
-                return Err(Failure::because(format!(
+                let headline = format!(
                     "request {request}: token {} behind its prompt is {seen} with drafts and {wanted} without",
                     index + 1
-                ))
-                .at(Stage::Output)
-                .into());
+                );
+                return Err(broken(headline, Stage::Output));
             }
         }
     }
