@@ -2,17 +2,15 @@
 
 use std::collections::BTreeSet;
 
-use shardcheck_cases::{Body, Case, CompressPcpCase, Family, GatePattern, SuiteName, suite};
-use shardcheck_cpu::{CpuEngine, faults};
+use shardcheck_cases::{Body, Case, CompressPcpCase, Family, GatePattern, SuiteName};
 use shardcheck_engine::Engine;
 use shardcheck_references::pcp::Placed;
 
 use super::CompressMaterial;
-use crate::status::Status;
-use crate::verdicts::{failures, judged};
+use crate::verdicts::{cases_of, faults_are_seen, passes_the_gate};
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
-    suite(name, seed).into_iter().filter(|case| case.family == Family::CompressPcp).collect()
+    cases_of(Family::CompressPcp, name, seed)
 }
 
 fn body(case: &Case) -> &CompressPcpCase {
@@ -26,37 +24,12 @@ fn material(case: &Case) -> CompressMaterial {
 
 #[test]
 fn the_embedded_engine_compresses_rightly_on_every_case_of_the_gate() {
-    let engine = shardcheck_cpu::engine();
-    for seed in [1, 2] {
-        let cases = cases(SuiteName::Gate, seed);
-        assert!(cases.len() >= 30, "{}", cases.len());
-        for case in &cases {
-            let wrong: Vec<_> =
-                judged(&engine, case).into_iter().filter(|(_, status)| *status != Status::Pass).collect();
-            assert!(wrong.is_empty(), "{}: {wrong:?}", case.id());
-        }
-    }
+    passes_the_gate(Family::CompressPcp, 30);
 }
 
 #[test]
 fn every_fault_fails_every_property_of_the_compressor_that_it_names_on_the_gate() {
-    let cases = cases(SuiteName::Gate, 1);
-    let (mut tried, mut unseen) = (0, Vec::new());
-    for fault in faults() {
-        let named: Vec<_> = fault.killed_by.iter().filter(|id| id.starts_with("compress.")).collect();
-        if named.is_empty() {
-            continue;
-        }
-        let engine = CpuEngine::with_fault(fault);
-        let failed: BTreeSet<&str> = cases.iter().flat_map(|case| failures(&engine, case)).collect();
-        let left: Vec<_> = named.into_iter().filter(|id| !failed.contains(**id)).collect();
-        if !left.is_empty() {
-            unseen.push(format!("{} is not seen by {left:?}, but by {failed:?}", fault.name));
-        }
-        tried += 1;
-    }
-    assert!(unseen.is_empty(), "{}", unseen.join("\n"));
-    assert!(tried >= 14, "{tried}");
+    faults_are_seen(Family::CompressPcp, "compress.", 14);
 }
 
 /// Values and gates with their bias of one token.

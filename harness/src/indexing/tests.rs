@@ -1,18 +1,14 @@
 //! Properties of selecting tokens for shared rows on the embedded engine and on its faults.
 
-use std::collections::BTreeSet;
-
-use shardcheck_cases::{Body, Case, Family, SelectPcpCase, SuiteName, suite};
-use shardcheck_cpu::{CpuEngine, faults};
+use shardcheck_cases::{Body, Case, Family, SelectPcpCase, SuiteName};
 use shardcheck_engine::Engine;
 use shardcheck_references::sparse::certain;
 
 use super::IndexMaterial;
-use crate::status::Status;
-use crate::verdicts::{failures, judged};
+use crate::verdicts::{cases_of, faults_are_seen, passes_the_gate};
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
-    suite(name, seed).into_iter().filter(|case| case.family == Family::SelectPcp).collect()
+    cases_of(Family::SelectPcp, name, seed)
 }
 
 fn body(case: &Case) -> &SelectPcpCase {
@@ -22,37 +18,12 @@ fn body(case: &Case) -> &SelectPcpCase {
 
 #[test]
 fn the_embedded_engine_selects_rightly_on_every_case_of_the_gate() {
-    let engine = shardcheck_cpu::engine();
-    for seed in [1, 2] {
-        let cases = cases(SuiteName::Gate, seed);
-        assert!(cases.len() >= 30, "{}", cases.len());
-        for case in &cases {
-            let wrong: Vec<_> =
-                judged(&engine, case).into_iter().filter(|(_, status)| *status != Status::Pass).collect();
-            assert!(wrong.is_empty(), "{}: {wrong:?}", case.id());
-        }
-    }
+    passes_the_gate(Family::SelectPcp, 30);
 }
 
 #[test]
 fn every_fault_fails_every_property_of_an_indexer_of_shared_rows_that_it_names_on_the_gate() {
-    let cases = cases(SuiteName::Gate, 1);
-    let (mut tried, mut unseen) = (0, Vec::new());
-    for fault in faults() {
-        let named: Vec<_> = fault.killed_by.iter().filter(|id| id.starts_with("index.")).collect();
-        if named.is_empty() {
-            continue;
-        }
-        let engine = CpuEngine::with_fault(fault);
-        let failed: BTreeSet<&str> = cases.iter().flat_map(|case| failures(&engine, case)).collect();
-        let left: Vec<_> = named.into_iter().filter(|id| !failed.contains(**id)).collect();
-        if !left.is_empty() {
-            unseen.push(format!("{} is not seen by {left:?}, but by {failed:?}", fault.name));
-        }
-        tried += 1;
-    }
-    assert!(unseen.is_empty(), "{}", unseen.join("\n"));
-    assert!(tried >= 11, "{tried}");
+    faults_are_seen(Family::SelectPcp, "index.", 11);
 }
 
 /// Scores of a row in 64 bits, by its own sum over positions that are looked up one by one.

@@ -1,19 +1,15 @@
 //! Properties of attention under prefill context parallelism on the embedded engine and on its faults.
 
-use std::collections::BTreeSet;
-
-use shardcheck_cases::{Body, Case, Family, SuiteName, suite};
-use shardcheck_cpu::{CpuEngine, faults};
+use shardcheck_cases::{Body, Case, Family, SuiteName};
 use shardcheck_engine::{Engine, PcpDecodes, PcpStrategy};
 use shardcheck_formats::Dtype;
 
 use super::PrefillMaterial;
 use crate::judge::Allowed;
-use crate::status::Status;
-use crate::verdicts::judged;
+use crate::verdicts::{cases_of, faults_are_seen, passes_the_gate};
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
-    suite(name, seed).into_iter().filter(|case| case.family == Family::AttendPcp).collect()
+    cases_of(Family::AttendPcp, name, seed)
 }
 
 fn body(case: &Case) -> &shardcheck_cases::AttendPcpCase {
@@ -23,47 +19,12 @@ fn body(case: &Case) -> &shardcheck_cases::AttendPcpCase {
 
 #[test]
 fn the_embedded_engine_attends_rightly_on_every_case_of_the_gate() {
-    let engine = shardcheck_cpu::engine();
-    for seed in [1, 2] {
-        let cases = cases(SuiteName::Gate, seed);
-        assert!(cases.len() >= 30, "{}", cases.len());
-        for case in &cases {
-            let wrong: Vec<_> =
-                judged(&engine, case).into_iter().filter(|(_, status)| *status != Status::Pass).collect();
-            assert!(wrong.is_empty(), "{}: {wrong:?}", case.id());
-        }
-    }
+    passes_the_gate(Family::AttendPcp, 30);
 }
 
 #[test]
 fn every_fault_of_shared_rows_fails_every_property_that_it_names_on_the_gate() {
-    let cases = cases(SuiteName::Gate, 1);
-    let (mut tried, mut unseen) = (0, Vec::new());
-    for fault in faults() {
-        let of_shared_rows = |id: &&str| id.starts_with("prefill.");
-        let mut left: Vec<&str> = fault.killed_by.iter().copied().filter(of_shared_rows).collect();
-        if left.is_empty() {
-            continue;
-        }
-        let engine = CpuEngine::with_fault(fault);
-        for case in &cases {
-            if left.is_empty() {
-                break;
-            }
-            let failed: BTreeSet<&str> = judged(&engine, case)
-                .into_iter()
-                .filter(|(_, status)| status.is_failure())
-                .map(|(id, _)| id)
-                .collect();
-            left.retain(|id| !failed.contains(id));
-        }
-        if !left.is_empty() {
-            unseen.push(format!("{} is not seen by {}", fault.name, left.join(", ")));
-        }
-        tried += 1;
-    }
-    assert!(unseen.is_empty(), "{}", unseen.join("\n"));
-    assert!(tried >= 22, "{tried}");
+    faults_are_seen(Family::AttendPcp, "prefill.", 22);
 }
 
 #[test]

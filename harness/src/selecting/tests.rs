@@ -1,50 +1,24 @@
 //! Properties of selecting tokens on the embedded engine and on its faults.
 
-use std::collections::BTreeSet;
-
-use shardcheck_cases::{Body, Case, Family, IndexPattern, SuiteName, suite};
-use shardcheck_cpu::{CpuEngine, faults};
+use shardcheck_cases::{Body, Case, Family, IndexPattern, SuiteName};
 use shardcheck_engine::{Engine, SelectionMode};
 use shardcheck_references::sparse::certain;
 
 use crate::selecting::SelectMaterial;
-use crate::status::Status;
-use crate::verdicts::{failures, judged};
+use crate::verdicts::{cases_of, faults_are_seen, passes_the_gate};
 
 fn cases(name: SuiteName, seed: u64) -> Vec<Case> {
-    suite(name, seed).into_iter().filter(|case| case.family == Family::SelectSparse).collect()
+    cases_of(Family::SelectSparse, name, seed)
 }
 
 #[test]
 fn the_embedded_engine_selects_rightly_on_every_case_of_the_gate() {
-    let engine = shardcheck_cpu::engine();
-    for seed in [1, 2] {
-        let cases = cases(SuiteName::Gate, seed);
-        assert!(cases.len() >= 30, "{}", cases.len());
-        for case in &cases {
-            let wrong: Vec<_> =
-                judged(&engine, case).into_iter().filter(|(_, status)| *status != Status::Pass).collect();
-            assert!(wrong.is_empty(), "{}: {wrong:?}", case.id());
-        }
-    }
+    passes_the_gate(Family::SelectSparse, 30);
 }
 
 #[test]
 fn every_fault_of_selecting_fails_every_property_that_it_names_on_the_gate() {
-    let cases = cases(SuiteName::Gate, 1);
-    let (mut tried, mut unseen) = (0, Vec::new());
-    for fault in faults().iter().filter(|fault| fault.killed_by[0].starts_with("sparse.")) {
-        let engine = CpuEngine::with_fault(fault);
-        let failed: BTreeSet<&str> = cases.iter().flat_map(|case| failures(&engine, case)).collect();
-        let named = fault.killed_by.iter().copied().filter(|id| id.starts_with("sparse."));
-        let left: Vec<&str> = named.filter(|id| !failed.contains(id)).collect();
-        if !left.is_empty() {
-            unseen.push(format!("{} is not seen by {}, but by {failed:?}", fault.name, left.join(", ")));
-        }
-        tried += 1;
-    }
-    assert!(unseen.is_empty(), "{}", unseen.join("\n"));
-    assert!(tried >= 30, "{tried}");
+    faults_are_seen(Family::SelectSparse, "sparse.", 30);
 }
 
 fn materials(name: SuiteName, seed: u64) -> Vec<(Case, SelectMaterial)> {
