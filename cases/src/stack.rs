@@ -2,6 +2,7 @@
 
 mod inputs;
 mod mixture;
+mod pcp;
 mod recurrence;
 mod script;
 mod selection;
@@ -11,7 +12,9 @@ mod wired;
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_engine::{Attention, Configuration, LayerPattern, Operation, StackPlan, StreamLayout};
+use shardcheck_engine::{
+    Attention, Configuration, LayerPattern, Operation, StackPcp, StackPlan, StreamLayout,
+};
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
 pub use mixture::StackMixture;
@@ -91,6 +94,9 @@ pub struct StackCase {
     /// How weights and tokens are laid out; absent: they are drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wiring: Option<StackWiring>,
+    /// How rows are shared out over ranks of prefill context parallelism, of which the session's ranks are one; absent: there are none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pcp: Option<StackPcp>,
     /// What the session is opened with, and its steps, of which a run is one through all layers.
     pub session: SequenceCase,
 }
@@ -106,6 +112,7 @@ impl StackCase {
             recurrent: self.recurrent_plan(),
             list: self.selection.map(|own| own.list),
             drafts: self.drafts(),
+            pcp: self.pcp,
         }
     }
 
@@ -225,16 +232,17 @@ impl StackCase {
             wired::check(self).map_err(CaseError::OutOfRange)?;
         }
         let weights = self.weight_shapes().iter().map(|(_, shape)| elements(shape)).max().unwrap_or(0);
-        let turns =
-            script::Script::of(self, 0).and_then(|script| script.turns(0)).map_err(CaseError::OutOfRange)?;
+        let script = script::Script::of(self, 0).map_err(CaseError::OutOfRange)?;
+        let turns = script.turns(0).map_err(CaseError::OutOfRange)?;
+        self.check_pcp(&turns, &script)?;
         let rows: usize =
             turns.iter().map(|turn| turn.new_tokens.iter().sum::<usize>() + turn.padded_rows).sum();
         let row = self.plan().places() * self.hidden * 3
             + self.layers * configuration.total_heads() * configuration.attention.qk_dim()
             + self.vocabulary;
         let requests = turns.iter().map(|turn| turn.requests.len()).sum();
-        let shown =
-            elements(&[rows, row, configuration.tp]).saturating_add(self.recurrent_elements(rows, requests));
+        let shown = elements(&[rows, row, configuration.tp, self.plan().pcp_ranks()])
+            .saturating_add(self.recurrent_elements(rows, requests));
         if weights > MAX_STACK_ELEMENTS || shown > MAX_STACK_ELEMENTS {
             return fail(format!("more than {MAX_STACK_ELEMENTS} elements of weights, or of what is shown"));
         }
@@ -242,7 +250,8 @@ impl StackCase {
     }
 
     /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
-    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them.
+    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them;
+    /// `.pcp2.zigzag.replicated` for ranks of prefill context parallelism, with `.merged` where experts are shared out over all of them.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
         let mixture = self.mixture.map_or(String::new(), |own| own.spell());
@@ -250,8 +259,9 @@ impl StackCase {
         let recurrence = self.recurrence.map_or(String::new(), |own| own.spell());
         let selection = self.selection.map_or(String::new(), |own| own.spell());
         let wiring = self.wiring.map_or(String::new(), |own| own.spell());
+        let pcp = self.spell_pcp();
         format!(
-            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}"
+            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}{pcp}"
         )
     }
 
@@ -261,6 +271,7 @@ impl StackCase {
         let mixture = StackMixture::read(&mut tokens)?;
         let (pattern, recurrence, selection) = recurrence::read_pattern(&mut tokens)?;
         let wiring = StackWiring::read(&mut tokens)?;
+        let pcp = pcp::read(&mut tokens)?;
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -272,6 +283,7 @@ impl StackCase {
             recurrence,
             selection,
             wiring,
+            pcp,
             session,
         };
         tokens.finish()?;
@@ -307,7 +319,8 @@ mod tests {
                 pattern: None,
                 recurrent: None,
                 list: None,
-                drafts: 0
+                drafts: 0,
+                pcp: None,
             }
         );
         let id = ID.replacen("sharded", "whole.e6.k2.d1", 1);

@@ -125,6 +125,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         stack::WHOLE,
         stack::RECURRENT,
         stack::LATENT,
+        stack::LANES,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -4,6 +4,7 @@
 //! a stage that is wrong does not make those behind it fail.
 
 mod keys;
+mod lanes;
 mod mixtures;
 mod states;
 mod whole;
@@ -28,6 +29,7 @@ use crate::laboratory::{Halt, Observed, Run, Watched};
 use crate::material::AttentionMaterial;
 
 pub use keys::KeyStore;
+use lanes::Lanes;
 pub use mixtures::MixtureRow;
 pub use states::{Played, Recurrence, StateStore};
 use whole::WholeRows;
@@ -60,9 +62,11 @@ pub struct StackMaterial {
 pub struct Shown<'a> {
     material: &'a StackMaterial,
     observed: &'a Observed,
-    /// Rows T, padding included.
+    /// Rows of each rank.
+    pub lanes: Lanes,
+    /// Rows T of the step, padding included.
     pub rows: usize,
-    /// Rows that are not padding.
+    /// Those of them that are not padding.
     pub real_rows: usize,
     /// Requests.
     requests: usize,
@@ -154,7 +158,7 @@ impl StackMaterial {
         self.inputs.tensors(&self.case, turn)
     }
 
-    /// Ranks.
+    /// Ranks of tensor parallelism.
     pub fn ranks(&self) -> usize {
         self.configuration().tp
     }
@@ -315,29 +319,37 @@ impl<'a> Shown<'a> {
     pub fn of(material: &'a StackMaterial, turn: &StackTurn, observed: &'a Observed) -> Self {
         let real_rows = turn.turn.new_tokens.iter().sum();
         let requests = turn.turn.requests.len();
-        Self { material, observed, rows: real_rows + turn.turn.padded_rows, real_rows, requests }
+        let lanes = Lanes::of(material, turn, observed);
+        Self { material, observed, lanes, rows: real_rows + turn.turn.padded_rows, real_rows, requests }
     }
 
     /// Rows of the stream on a rank.
     pub fn stream_rows(&self) -> usize {
-        self.material.case.plan().stream_rows(self.rows, self.material.ranks())
+        self.material.case.plan().stream_rows(self.lanes.count(), self.material.ranks())
     }
 
-    /// Rank and place there of a row of the stream, as a rank is asked for it: its own where it has all rows.
+    /// Rank and place of the stream's row there, of a row of a rank: its own where it has all rows.
     pub fn stream_place(&self, rank: usize, row: usize) -> (usize, usize) {
         match self.material.case.stream {
             StreamLayout::Whole => (rank, row),
-            StreamLayout::Sharded => (row / self.stream_rows().max(1), row % self.stream_rows().max(1)),
+            StreamLayout::Sharded => {
+                let (each, tp) = (self.stream_rows().max(1), self.material.ranks());
+                (rank / tp * tp + row / each, row % each)
+            }
         }
     }
 
-    /// Row that a place of the stream on a rank is; `None` behind the last one that is not padding.
-    pub fn stream_row(&self, rank: usize, place: usize) -> Option<usize> {
-        let row = match self.material.case.stream {
+    /// Row of a rank that a place of the stream on it is, among those of its rank of prefill context parallelism.
+    pub fn local_row(&self, rank: usize, place: usize) -> usize {
+        match self.material.case.stream {
             StreamLayout::Whole => place,
-            StreamLayout::Sharded => rank * self.stream_rows() + place,
-        };
-        (row < self.real_rows).then_some(row)
+            StreamLayout::Sharded => rank % self.material.ranks() * self.stream_rows() + place,
+        }
+    }
+
+    /// Row of the step that a place of the stream on a rank is; `None` behind the last one that is not padding.
+    pub fn stream_row(&self, rank: usize, place: usize) -> Option<usize> {
+        self.lanes.row(rank, self.local_row(rank, place))
     }
 
     /// Shape of an observable behind its axis of ranks.
@@ -347,20 +359,23 @@ impl<'a> Shown<'a> {
         let (heads, attention) = (configuration.heads_per_rank, configuration.attention);
         match name {
             "hidden" => vec![plan.places(), self.stream_rows(), case.hidden],
-            "normed" => vec![plan.places(), self.rows, case.hidden],
+            "normed" => vec![plan.places(), self.lanes.count(), case.hidden],
             "update" => vec![2 * case.layers, self.stream_rows(), case.hidden],
-            "query" => vec![self.material.latent.len(), self.rows, heads, attention.qk_dim()],
-            "key" => vec![self.material.latent.len(), self.rows, attention.qk_dim()],
-            "attention" => vec![self.material.latent.len(), self.rows, heads, attention.v_head_dim()],
+            "query" => vec![self.material.latent.len(), self.lanes.count(), heads, attention.qk_dim()],
+            "key" => vec![self.material.latent.len(), self.lanes.count(), attention.qk_dim()],
+            "attention" => {
+                vec![self.material.latent.len(), self.lanes.count(), heads, attention.v_head_dim()]
+            }
             "tokens" => vec![self.rows],
+            "restored" => vec![self.rows, case.hidden],
             name if name.starts_with("latent") => {
-                vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.latent)]
+                vec![plan.mixtures(), self.lanes.count(), case.mixture.map_or(0, |own| own.latent)]
             }
             name if name.starts_with("kda_") => self.recurrent_shape(name),
             "router_logits" => {
-                vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.experts)]
+                vec![plan.mixtures(), self.lanes.count(), case.mixture.map_or(0, |own| own.experts)]
             }
-            "topk_ids" => vec![plan.mixtures(), self.rows, case.mixture.map_or(0, |own| own.top_k)],
+            "topk_ids" => vec![plan.mixtures(), self.lanes.count(), case.mixture.map_or(0, |own| own.top_k)],
             _ => vec![self.rows, case.vocabulary],
         }
     }
@@ -371,9 +386,9 @@ impl<'a> Shown<'a> {
         let (layers, ranks) = (self.material.recurrent.len(), self.material.ranks());
         let (heads, channels) = (own.value_heads / ranks, own.channels() / ranks);
         match name {
-            "kda_channels" => vec![layers, self.rows, channels],
-            "kda_gates" => vec![layers, self.rows, heads * (own.key_dim + 1 + own.value_dim)],
-            "kda_out" => vec![layers, self.rows, heads, own.value_dim],
+            "kda_channels" => vec![layers, self.lanes.count(), channels],
+            "kda_gates" => vec![layers, self.lanes.count(), heads * (own.key_dim + 1 + own.value_dim)],
+            "kda_out" => vec![layers, self.lanes.count(), heads, own.value_dim],
             "kda_state" => vec![layers, self.requests, heads, own.key_dim, own.value_dim],
             _ => vec![layers, self.requests, channels, own.taps - 1],
         }
@@ -385,7 +400,8 @@ impl<'a> Shown<'a> {
     /// [`Halt::Unsupported`] where it is an observable that the engine does not return, [`Halt::Broken`] where it is something else.
     pub fn tensor(&self, name: &str) -> Result<View, Halt> {
         let own = self.shape(name);
-        let shape: Vec<usize> = std::iter::once(self.material.ranks()).chain(own.iter().copied()).collect();
+        let shape: Vec<usize> =
+            std::iter::once(self.material.all_ranks()).chain(own.iter().copied()).collect();
         let tensor: &Tensor = match name {
             "logits" => self.observed.output(name, Dtype::F32, &shape)?,
             "tokens" => self.observed.output(name, Dtype::I32, &shape)?,

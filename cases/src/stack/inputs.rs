@@ -166,6 +166,10 @@ impl StackInputs {
             tensors.insert("draft_counts", of_requests(&turn.drafted));
             tensors.insert("next_tokens", of_requests(&turn.next));
         }
+        if case.pcp.is_some() {
+            let prefills: Vec<u64> = turn.prefills().into_iter().map(u64::from).collect();
+            tensors.insert("is_prefilling", Tensor::from_codes(Dtype::U8, &[prefills.len()], &prefills));
+        }
         for (name, tensor) in self.weights.iter() {
             tensors.insert(name, tensor.clone());
         }
@@ -207,7 +211,7 @@ mod tests {
         let inputs = generate_stack(&case, 3).unwrap();
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
-        let of_drafts = ["w_draft", "draft_counts", "next_tokens"];
+        let of_drafts = ["w_draft", "draft_counts", "next_tokens", "is_prefilling"];
         let given = given.filter(|tensor| !of_drafts.contains(&tensor.name));
         let of_experts = [
             "w_router",

@@ -1,14 +1,15 @@
 //! Laws of a whole transformer, stage by stage: each of what the engine itself showed of the stage before.
 
+mod lanes;
 mod mixture;
+mod ranks;
 mod recurrent;
 mod whole;
 
 use shardcheck_cases::{Body, Case, Family, StackTurn};
-use shardcheck_engine::StreamLayout;
 
 use super::{Property, always};
-use crate::finding::{Failure, Finding, Measured, Stage};
+use crate::finding::{Finding, Measured, Stage};
 use crate::judge::{Allowed, Comparison};
 use crate::laboratory::{Halt, Laboratory};
 use crate::stacking::{KeyStore, Shown, StackMaterial, View, place};
@@ -18,6 +19,7 @@ pub(super) use whole::PROPERTIES as WHOLE;
 const STACK: &[Family] = &[Family::Stack];
 const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
 
+pub(super) use lanes::PROPERTIES as LANES;
 pub(super) use mixture::LATENT;
 pub(super) use recurrent::PROPERTIES as RECURRENT;
 
@@ -144,13 +146,13 @@ pub(super) const PROPERTIES: &[Property] = &[
     },
     Property {
         id: "stack.ranks",
-        statement: "what every rank has whole is the same on all ranks: normed rows, keys, logits, tokens, and a stream that is not sharded",
+        statement: "what several ranks have is the same on all of them: normed rows, keys, logits, tokens, and a stream that is not sharded",
         source: "ranks go on with their own copies, and must go on alike",
         bugs: &[],
         tolerance: "exact: codes",
         families: STACK,
-        applies: |case| stack_tp(case) > 1,
-        check: ranks,
+        applies: |case| stack_ranks(case) > 1,
+        check: ranks::alike,
     },
 ];
 
@@ -158,8 +160,11 @@ fn has_experts(case: &Case) -> bool {
     matches!(&case.body, Body::Stack(stack) if stack.mixture.is_some())
 }
 
-fn stack_tp(case: &Case) -> usize {
-    case.configuration().map_or(1, |configuration| configuration.tp)
+fn stack_ranks(case: &Case) -> usize {
+    match &case.body {
+        Body::Stack(stack) => stack.configuration().tp * stack.plan().pcp_ranks(),
+        _ => 1,
+    }
 }
 
 /// One run under judgement.
@@ -167,6 +172,26 @@ struct Scene<'a> {
     material: &'a StackMaterial,
     turn: &'a StackTurn,
     shown: Shown<'a>,
+}
+
+impl Scene<'_> {
+    /// Index of the request of a rank's row, and its position; `None` for padding.
+    fn place(&self, rank: usize, row: usize) -> Option<(usize, usize)> {
+        place(self.turn, self.shown.lanes.row(rank, row)?)
+    }
+
+    /// Whether a rank's row is none of padding.
+    fn is_real(&self, rank: usize, row: usize) -> bool {
+        self.shown.lanes.row(rank, row).is_some()
+    }
+
+    /// A rank's row in words.
+    fn words(&self, rank: usize, row: usize) -> String {
+        match self.shown.lanes.row(rank, row) {
+            Some(row) => self.material.row_name(self.turn, row),
+            None => format!("row {row} of the rank (padding)"),
+        }
+    }
 }
 
 /// What a row of a tensor may be.
@@ -243,12 +268,9 @@ fn in_stream(scene: &Scene<'_>, at: &[usize]) -> String {
     format!("{place}, {}", on_stream(scene, at[0], at[2]))
 }
 
-/// Rows of the stream at `[place, row on the rank]` in words.
+/// A row of the stream on a rank in words.
 fn on_stream(scene: &Scene<'_>, rank: usize, row: usize) -> String {
-    match scene.shown.stream_row(rank, row) {
-        Some(row) => scene.material.row_name(scene.turn, row),
-        None => format!("row {row} of the rank (padding)"),
-    }
+    scene.words(rank, scene.shown.local_row(rank, row))
 }
 
 fn embedding(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -285,7 +307,7 @@ fn norm(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let row = |at: Vec<usize>| {
                 let [rank, place, row] = at[..] else { return None };
                 let (owner, own) = scene.shown.stream_place(rank, row);
-                (row < scene.shown.real_rows).then(|| {
+                scene.is_real(rank, row).then(|| {
                     scene.material.stored(&scene.material.normed(hidden.row(&[owner, place, own]), place))
                 })
             };
@@ -293,7 +315,7 @@ fn norm(laboratory: &Laboratory) -> Result<Finding, Halt> {
         },
         |scene, at| {
             let place = stream_words(at[1], scene.material.case.layers);
-            format!("{place}, {}", scene.material.row_name(scene.turn, at[2]))
+            format!("{place}, {}", scene.words(at[0], at[2]))
         },
     )
 }
@@ -311,8 +333,8 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let size = seen.shape[4] * material.case.hidden;
             let row = |at: Vec<usize>| {
                 let [rank, layer, row, head] = at[..] else { return None };
-                let (_, position) = place(scene.turn, row)?;
-                let first = (rank * material.configuration().heads_per_rank + head) * size;
+                let (_, position) = scene.place(rank, row)?;
+                let first = (rank % material.ranks() * seen.shape[3] + head) * size;
                 let weights = &material.weight("w_query", Some(layer))[first..first + size];
                 Some(material.stored(&material.projected(
                     weights,
@@ -323,7 +345,7 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
             Ok(grid(&seen.shape[..4]).map(row).collect())
         },
         |scene, at| {
-            let row = scene.material.row_name(scene.turn, at[2]);
+            let row = scene.words(at[0], at[2]);
             format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
         },
     )
@@ -341,7 +363,7 @@ fn key(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let material = scene.material;
             let row = |at: Vec<usize>| {
                 let [rank, layer, row] = at[..] else { return None };
-                let (_, position) = place(scene.turn, row)?;
+                let (_, position) = scene.place(rank, row)?;
                 let x = normed.row(&[rank, 2 * material.latent[layer], row]);
                 Some(material.stored(&material.projected(material.weight("w_key", Some(layer)), x, position)))
             };
@@ -349,7 +371,7 @@ fn key(laboratory: &Laboratory) -> Result<Finding, Halt> {
         },
         |scene, at| {
             let layer = scene.material.latent[at[1]];
-            format!("layer {layer}, {}", scene.material.row_name(scene.turn, at[2]))
+            format!("layer {layer}, {}", scene.words(at[0], at[2]))
         },
     )
 }
@@ -366,17 +388,18 @@ fn attention(laboratory: &Laboratory) -> Result<Finding, Halt> {
             keys.write(scene.turn, &scene.shown)?;
             let allowed = attended(scene, &keys)?;
             let [_, _, _, heads, width] = seen.shape[..] else { return Ok(Vec::new()) };
-            let all = scene.material.heads();
+            let (all, tp) = (scene.material.heads(), scene.material.ranks());
             let row = |at: Vec<usize>| {
                 let [rank, layer, row, head] = at[..] else { return None };
                 let group = rank / scene.material.configuration().dcp;
-                let of_group = allowed[layer][group].as_ref().filter(|_| row < scene.shown.real_rows)?;
-                Some(of_group[(row * all + rank * heads + head) * width..][..width].to_vec())
+                let of_group = allowed[layer][group].as_ref()?;
+                let row = scene.shown.lanes.row(rank, row)?;
+                Some(of_group[(row * all + rank % tp * heads + head) * width..][..width].to_vec())
             };
             Ok(grid(&seen.shape[..4]).map(row).collect())
         },
         |scene, at| {
-            let row = scene.material.row_name(scene.turn, at[2]);
+            let row = scene.words(at[0], at[2]);
             format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
         },
     )
@@ -385,25 +408,33 @@ fn attention(laboratory: &Laboratory) -> Result<Finding, Halt> {
 /// What each layer may give by the caches of each group, `[T, Hall, Vo]`.
 fn attended(scene: &Scene<'_>, keys: &KeyStore<'_>) -> Result<Vec<Vec<Option<RowAllowed>>>, Halt> {
     let (material, query) = (scene.material, scene.shown.tensor("query")?);
-    let groups = material.ranks() / material.configuration().dcp;
-    let [ranks, _, rows, heads, _] = query.shape[..] else { return Ok(Vec::new()) };
+    let (tp, dcp) = (material.ranks(), material.configuration().dcp);
+    let [_, _, _, heads, width] = query.shape[..] else { return Ok(Vec::new()) };
+    // rows of a rank of prefill context parallelism are its own, others stand there as their own ranks have them
+    let whole = |lane: usize, layer: usize| -> Vec<f32> {
+        let of_rank = |row: usize, t: usize| match scene.shown.lanes.held(lane, t, row) {
+            Some((rank, place)) => {
+                (0..heads).flat_map(|head| query.row(&[rank, layer, place, head])).copied().collect()
+            }
+            None => vec![0.0; heads * width],
+        };
+        (0..scene.shown.rows).flat_map(|row| (0..tp).flat_map(move |t| of_rank(row, t))).collect()
+    };
+    /// Queries and keys, and what they give.
+    type Known = (Vec<f32>, Vec<Vec<f32>>, Option<RowAllowed>);
     let mut layers = Vec::new();
     for layer in 0..material.latent.len() {
-        let of_row = |row: usize| {
-            (0..ranks).flat_map(move |rank| (0..heads).map(move |head| [rank, layer, row, head]))
-        };
-        let whole: Vec<f32> = (0..rows).flat_map(of_row).flat_map(|at| query.row(&at).to_vec()).collect();
-        let mut found: Vec<(Vec<Vec<f32>>, Option<RowAllowed>)> = Vec::new();
+        let mut found: Vec<Known> = Vec::new();
         let mut by_group = Vec::new();
-        for group in 0..groups {
-            let own = keys.of_group(scene.turn, layer, group);
+        for group in 0..material.all_ranks() / dcp {
+            let (query, own) = (whole(group * dcp / tp, layer), keys.of_group(scene.turn, layer, group));
             // groups have the same keys unless their ranks went different ways
-            let known = found.iter().find(|(keys, _)| *keys == own).map(|(_, allowed)| allowed.clone());
-            let allowed = match known {
+            let is_known = |known: &&Known| known.0 == query && known.1 == own;
+            let allowed = match found.iter().find(is_known).map(|(_, _, allowed)| allowed.clone()) {
                 Some(allowed) => allowed,
-                None => material.attended(scene.turn, layer, whole.clone(), own.clone())?,
+                None => material.attended(scene.turn, layer, query.clone(), own.clone())?,
             };
-            found.push((own, allowed.clone()));
+            found.push((query, own, allowed.clone()));
             by_group.push(allowed);
         }
         layers.push(by_group);
@@ -411,13 +442,16 @@ fn attended(scene: &Scene<'_>, keys: &KeyStore<'_>) -> Result<Vec<Vec<Option<Row
     Ok(layers)
 }
 
+/// A row of a rank of prefill context parallelism: that rank, and the row's place there.
+type LaneRow = (usize, usize);
+
 /// Judges the updates of attention (kind 0) or of MLPs (1); `near` gives what a layer adds to a row, of what `prepared` found in the run.
 fn updates<T>(
     laboratory: &Laboratory,
     headline: &str,
     kind: usize,
     prepared: impl Fn(&Scene<'_>) -> Result<T, Halt>,
-    near: impl Fn(&T, usize, usize) -> RowAllowed,
+    near: impl Fn(&T, usize, LaneRow) -> RowAllowed,
 ) -> Result<Finding, Halt> {
     every_run(
         laboratory,
@@ -425,14 +459,22 @@ fn updates<T>(
         headline,
         Stage::Exchange,
         |scene, seen| {
-            let (layers, rows) = (scene.material.case.layers, scene.shown.real_rows);
+            let (layers, lanes) = (scene.material.case.layers, &scene.shown.lanes);
             let source = prepared(scene)?;
-            let of_layer = |layer: usize| (0..rows).map(|row| near(&source, layer, row)).collect();
-            let all: Vec<Vec<RowAllowed>> = (0..layers).map(of_layer).collect();
+            let tp = scene.material.ranks();
+            let of_row = |layer: usize, lane: usize, place: usize| match lanes.row(lane * tp, place) {
+                Some(_) => near(&source, layer, (lane, place)),
+                None => Vec::new(),
+            };
+            let of_lane = |layer: usize, lane: usize| -> Vec<RowAllowed> {
+                (0..lanes.count()).map(|place| of_row(layer, lane, place)).collect()
+            };
+            let of_layer = |layer: usize| (0..lanes.world()).map(|lane| of_lane(layer, lane)).collect();
+            let all: Vec<Vec<Vec<RowAllowed>>> = (0..layers).map(of_layer).collect();
             let row = |at: Vec<usize>| {
                 let [rank, place, row] = at[..] else { return None };
-                let row = scene.shown.stream_row(rank, row).filter(|_| place % 2 == kind)?;
-                Some(all[place / 2][row].clone())
+                scene.shown.stream_row(rank, row).filter(|_| place % 2 == kind)?;
+                Some(all[place / 2][rank / tp][scene.shown.local_row(rank, row)].clone())
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
@@ -446,13 +488,17 @@ fn attention_update(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let seen = |scene: &Scene<'_>| scene.shown.tensor("attention");
     updates(laboratory, headline, 0, seen, |seen, layer, row| {
         let number = material.latent.iter().position(|own| *own == layer);
-        let (Some(number), &[ranks, _, _, heads, _]) = (number, &seen.shape[..]) else {
-            return vec![Allowed::Undefined; material.case.hidden];
-        };
-        let of_rank = |rank: usize| (0..heads).map(move |head| [rank, number, row, head]);
-        let all: Vec<f32> = (0..ranks).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect();
+        let Some(number) = number else { return vec![Allowed::Undefined; material.case.hidden] };
+        let all = of_all_heads(seen, material.ranks(), number, row);
         material.stored(&material.attention_update(material.weight("w_output", Some(number)), &all))
     })
+}
+
+/// Rows `[ranks, N, T, H, …]` of all heads of a rank of prefill context parallelism, one rank's behind the other's.
+fn of_all_heads(seen: &View, tp: usize, number: usize, (lane, place): LaneRow) -> Vec<f32> {
+    let heads = seen.shape[3];
+    let of_rank = |t: usize| (0..heads).map(move |head| [lane * tp + t, number, place, head]);
+    (0..tp).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect()
 }
 
 fn residual(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -491,13 +537,21 @@ fn logits(laboratory: &Laboratory) -> Result<Finding, Halt> {
         headline,
         Stage::Output,
         |scene, seen| {
-            let normed = scene.shown.tensor("normed")?;
+            // rows in their order: those behind the last norm, where a rank has all of them
+            let is_shared = scene.material.case.pcp.is_some();
+            let rows = scene.shown.tensor(if is_shared { "restored" } else { "normed" })?;
             let last = 2 * scene.material.case.layers;
+            let of_rank = |rank: usize, row: usize| match is_shared {
+                true => rows.row(&[rank, row]),
+                false => rows.row(&[rank, last, row]),
+            };
+            let tp = scene.material.ranks();
             let row = |at: Vec<usize>| {
-                let [_, row] = at[..] else { return None };
-                let x = normed.row(&[0, last, row]);
+                let [rank, row] = at[..] else { return None };
+                let first = rank / tp * tp;
+                let x = of_rank(first, row);
                 // as for an MLP: each rank has a shard of the row that it has itself
-                let is_one = (1..normed.shape[0]).all(|rank| normed.row(&[rank, last, row]) == x);
+                let is_one = (first + 1..first + tp).all(|rank| of_rank(rank, row) == x);
                 (row < scene.shown.real_rows && is_one).then(|| scene.material.logits(head, x))
             };
             Ok(grid(&seen.shape[..2]).map(row).collect())
@@ -531,41 +585,4 @@ fn tokens(laboratory: &Laboratory) -> Result<Finding, Halt> {
 /// Index of the largest, the lowest of equal ones.
 fn largest(values: &[f32]) -> usize {
     (0..values.len()).find(|at| values.iter().all(|other| *other <= values[*at])).unwrap_or(0)
-}
-
-fn ranks(laboratory: &Laboratory) -> Result<Finding, Halt> {
-    let material = laboratory.stack();
-    let mut compared = 0;
-    for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
-        let shown = Shown::of(material, turn, observed);
-        let is_whole = material.case.stream == StreamLayout::Whole;
-        let mixed = material.case.mixture.is_some();
-        for name in ["hidden", "normed", "key", "router_logits", "logits", "tokens"] {
-            if name == "hidden" && !is_whole || name == "router_logits" && !mixed {
-                continue;
-            }
-            let seen = shown.tensor(name)?;
-            // rows are the axis behind that of ranks and, where there is one, that of places
-            let axis = if seen.shape.len() > 3 || name == "key" { 2 } else { 1 };
-            let inner: usize = seen.shape[axis + 1..].iter().product();
-            let size: usize = seen.shape[1..].iter().product();
-            let row = |flat: usize| flat / inner % seen.shape[axis].max(1);
-            for at in (0..size).filter(|at| row(*at) < shown.real_rows) {
-                let first = seen.values[at];
-                let other = (1..material.ranks())
-                    .find(|rank| seen.values[rank * size + at].to_bits() != first.to_bits());
-                if let Some(rank) = other {
-                    let (step, place) = (material.name(turn), material.row_name(turn, row(at)));
-                    return Err(Failure::because(format!(
-                        "{step}: {name} of {place} is {} on rank {rank} and {first} on rank 0 (element {at})",
-                        seen.values[rank * size + at]
-                    ))
-                    .at(Stage::Exchange)
-                    .into());
-                }
-                compared += material.ranks() - 1;
-            }
-        }
-    }
-    Ok(Finding::Holds(Measured::exact(compared)))
 }

@@ -1,7 +1,7 @@
 //! Smaller stacks: fewer layers, narrower ones, a smaller vocabulary, a stream that is not sharded, and smaller sessions.
 
 use shardcheck_cases::{Body, Case, StackCase, StackMixture, StackRecurrence, StackSelection, StackWiring};
-use shardcheck_engine::{LayerKind, StreamLayout};
+use shardcheck_engine::{LayerKind, StackPcp, StreamLayout};
 
 use super::session;
 use super::size::Size;
@@ -27,6 +27,14 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     narrower(case.inner).for_each(|inner| add(StackCase { inner, ..case.clone() }));
     narrower(case.vocabulary).for_each(|vocabulary| add(StackCase { vocabulary, ..case.clone() }));
     add(StackCase { stream: StreamLayout::Whole, ..case.clone() });
+    if let Some(own) = case.pcp {
+        add(StackCase { pcp: None, ..case.clone() });
+        let mut ranks = |pcp: StackPcp| add(StackCase { pcp: Some(pcp), ..case.clone() });
+        (2..own.world).for_each(|world| ranks(StackPcp { world, ..own }));
+        if own.merged {
+            ranks(StackPcp { merged: false, ..own });
+        }
+    }
     recurrent_moves(case).into_iter().for_each(&mut add);
     if let Some(own) = case.selection {
         add(StackCase { selection: None, pattern: None, recurrence: None, ..case.clone() });
@@ -35,7 +43,11 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
         });
     }
     if let Some(own) = case.mixture {
-        add(StackCase { mixture: None, ..case.clone() });
+        add(StackCase {
+            mixture: None,
+            pcp: case.pcp.map(|own| StackPcp { merged: false, ..own }),
+            ..case.clone()
+        });
         let mut mixed = |mixture: StackMixture| add(StackCase { mixture: Some(mixture), ..case.clone() });
         narrower(own.experts)
             .for_each(|experts| mixed(StackMixture { experts, top_k: own.top_k.min(experts), ..own }));

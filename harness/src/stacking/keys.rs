@@ -7,7 +7,8 @@ use shardcheck_cases::StackTurn;
 use super::{Shown, StackMaterial, place};
 use crate::laboratory::Halt;
 
-/// Keys by layer among those with latent attention, block and place in its virtual block, as each rank had them when the token was computed.
+/// Keys by layer among those with latent attention, block and place in its virtual block, as each rank had them when the token was computed,
+/// or got them of the rank of prefill context parallelism that computed it.
 pub struct KeyStore<'a> {
     material: &'a StackMaterial,
     keys: HashMap<(usize, i32, usize), Vec<Vec<f32>>>,
@@ -34,8 +35,12 @@ impl<'a> KeyStore<'a> {
             let Some((index, position)) = place(turn, row) else { continue };
             let (block, offset) = self.slot(turn, index, position);
             for layer in 0..self.material.latent.len() {
-                let of_rank = |rank: usize| keys.row(&[rank, layer, row]).to_vec();
-                let all = (0..self.material.ranks()).map(of_rank).collect();
+                let tp = self.material.ranks();
+                let of_rank = |rank: usize| match shown.lanes.held(rank / tp, rank % tp, row) {
+                    Some((holder, place)) => keys.row(&[holder, layer, place]).to_vec(),
+                    None => vec![f32::NAN; keys.shape[3]],
+                };
+                let all = (0..self.material.all_ranks()).map(of_rank).collect();
                 self.keys.insert((layer, block, offset), all);
             }
         }

@@ -60,7 +60,7 @@ impl StackMaterial {
         if !self.is_latent() {
             terms.extend(self.shared_expert(mixture).map(|mlp| (1.0, 0.0, mlp)));
         }
-        stack::mixture(&terms, x, self.ranks(), &self.contract)
+        stack::mixture(&terms, x, self.expert_ranks(), &self.contract)
     }
 
     /// Whether experts are latent.

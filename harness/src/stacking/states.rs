@@ -85,8 +85,8 @@ pub struct Played {
 pub struct StateStore<'a> {
     material: &'a StackMaterial,
     recurrence: &'a Recurrence,
-    /// States behind no, one, … all rows of the step that last wrote a slot.
-    slots: HashMap<(usize, usize), Vec<State>>,
+    /// States behind no, one, … all rows of the step that last wrote a slot: by rank of prefill context parallelism, layer and slot.
+    slots: HashMap<(usize, usize, usize), Vec<State>>,
 }
 
 impl<'a> StateStore<'a> {
@@ -96,17 +96,28 @@ impl<'a> StateStore<'a> {
         Some(Self { material, recurrence, slots: HashMap::new() })
     }
 
-    /// Plays a run: what each recurrent layer may show.
+    /// Plays a run: what each recurrent layer may show, on each rank of prefill context parallelism, one after the other.
     ///
     /// # Errors
     /// As [`Shown::tensor`].
-    pub fn play(&mut self, turn: &StackTurn, shown: &Shown<'_>) -> Result<Vec<Played>, Halt> {
+    pub fn play(&mut self, turn: &StackTurn, shown: &Shown<'_>) -> Result<Vec<Vec<Played>>, Halt> {
         let (channels, gates) = (shown.tensor("kda_channels")?, shown.tensor("kda_gates")?);
         let layers = self.recurrence.layers.len();
-        Ok((0..layers).map(|number| self.play_layer(turn, number, (&channels, &gates))).collect())
+        let mut of_lane = |lane: usize| {
+            (0..layers)
+                .map(|number| self.play_layer(turn, (lane, number), shown, (&channels, &gates)))
+                .collect()
+        };
+        Ok((0..shown.lanes.world()).map(&mut of_lane).collect())
     }
 
-    fn play_layer(&mut self, turn: &StackTurn, number: usize, (channels, gates): (&View, &View)) -> Played {
+    fn play_layer(
+        &mut self,
+        turn: &StackTurn,
+        (lane, number): (usize, usize),
+        shown: &Shown<'_>,
+        seen: (&View, &View),
+    ) -> Played {
         let layer = &self.recurrence.layers[number];
         let arithmetic = Arithmetic::of(&self.recurrence.contract, self.recurrence.sizes.chunk);
         let zero = State::zero(&layer.shape);
@@ -115,15 +126,15 @@ impl<'a> StateStore<'a> {
         let mut written = Vec::new();
         let mut first = 0;
         for (index, new) in turn.turn.new_tokens.iter().enumerate() {
-            let known = own.read[index].and_then(|slot| self.slots.get(&(number, slot)));
+            let known = own.read[index].and_then(|slot| self.slots.get(&(lane, number, slot)));
             let start = known.map_or(&zero, |states| &states[own.accepted[index]]);
-            let token = |row: usize| self.token(number, row, (channels, gates));
+            let token = |row: usize| self.token((lane, number), row, shown, seen);
             let tokens: Vec<Token> = (first..first + new).map(token).collect();
             let rows = advance(layer, start, &tokens, &arithmetic);
             let mut states = vec![start.clone()];
             states.extend(rows.iter().map(|row| row.state.clone()));
             played.states.push(states[states.len() - 1].clone());
-            written.push(((number, own.write[index]), states));
+            written.push(((lane, number, own.write[index]), states));
             played.rows.extend(rows);
             first += new;
         }
@@ -131,20 +142,32 @@ impl<'a> StateStore<'a> {
         played
     }
 
-    /// Inputs of all heads at a row, each as its rank showed it.
-    fn token(&self, number: usize, row: usize, (channels, gates): (&View, &View)) -> Token {
+    /// Inputs of all heads at a row of the step, each as its rank showed it; no numbers where none has the row.
+    fn token(
+        &self,
+        (lane, number): (usize, usize),
+        row: usize,
+        shown: &Shown<'_>,
+        (channels, gates): (&View, &View),
+    ) -> Token {
         let ranks = self.material.ranks();
         let StackRecurrence { value_heads, key_dim, value_dim, .. } = self.recurrence.sizes;
         let mut all = vec![0.0; self.recurrence.sizes.channels()];
         let own = value_heads / ranks;
         let mut token = Token { channels: vec![], gate: vec![], beta: vec![], output_gate: vec![] };
         for rank in 0..ranks {
-            let seen = channels.row(&[rank, number, row]);
-            for (channel, value) in self.recurrence.channels(rank, ranks).into_iter().zip(seen) {
-                all[channel] = f64::from(*value);
+            let wide = |view: &View| -> Vec<f64> {
+                match shown.lanes.held(lane, rank, row) {
+                    Some((rank, place)) => {
+                        view.row(&[rank, number, place]).iter().map(|value| f64::from(*value)).collect()
+                    }
+                    None => vec![f64::NAN; view.shape[3]],
+                }
+            };
+            for (channel, value) in self.recurrence.channels(rank, ranks).into_iter().zip(wide(channels)) {
+                all[channel] = value;
             }
-            let wide: Vec<f64> =
-                gates.row(&[rank, number, row]).iter().map(|value| f64::from(*value)).collect();
+            let wide = wide(gates);
             let (decays, rest) = wide.split_at(own * key_dim);
             let (shares, open) = rest.split_at(own);
             token.gate.extend(decays);
@@ -193,11 +216,14 @@ mod tests {
                 let (channels, gates) =
                     (shown.tensor("kda_channels").unwrap(), shown.tensor("kda_gates").unwrap());
                 let played = store.play(turn, &shown).unwrap();
-                for (number, (played, layer)) in played.iter().zip(&recurrence.layers).enumerate() {
+                for (number, (played, layer)) in played[0].iter().zip(&recurrence.layers).enumerate() {
                     let mut row = 0;
                     for (index, tokens) in turn.turn.tokens.iter().enumerate() {
                         for token in &tokens[tokens.len() - turn.turn.new_tokens[index]..] {
-                            known.insert((number, *token), store.token(number, row, (&channels, &gates)));
+                            known.insert(
+                                (number, *token),
+                                store.token((0, number), row, &shown, (&channels, &gates)),
+                            );
                             row += 1;
                         }
                         let mut alone = State::zero(&layer.shape);

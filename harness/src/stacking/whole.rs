@@ -74,7 +74,7 @@ impl<'a> WholeRun<'a> {
             epsilon: f64::from(StackPlan::EPSILON),
             rotary: material.weight("rotary", None),
             rotary_width: case.rotary(),
-            ranks: material.ranks(),
+            ranks: material.expert_ranks(),
             world: configuration.dcp,
             cache: (configuration.kv_dtype, f64::from(configuration.kv_scale)),
             contract: &material.contract,

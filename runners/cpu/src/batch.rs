@@ -47,6 +47,12 @@ impl BlockTable {
         &self.ids[request * self.width..(request + 1) * self.width]
     }
 
+    /// A table of some of its requests, in any order.
+    pub fn of_rows(&self, requests: &[usize]) -> Self {
+        let ids = requests.iter().flat_map(|request| self.entries(*request).iter().copied()).collect();
+        Self { ids, requests: requests.len(), ..*self }
+    }
+
     /// Replaces the entries of a request that lie in the cache by those of `entries` that do.
     pub fn replace(&mut self, request: usize, entries: &[i64]) {
         let (width, blocks) = (self.width, self.blocks as i64);

@@ -282,7 +282,7 @@ impl<'a> Link<'a> {
     ) -> Result<Vec<f32>, Stop> {
         let received = self.exchange(name, own)?;
         let parts: Vec<&Arc<Vec<f32>>> = members.iter().map(|member| &received[*member]).collect();
-        let at = members.iter().position(|member| *member == self.rank).unwrap_or(0);
+        let at = members.iter().position(|member| *member == self.member).unwrap_or(0);
         let mut order = order(at, parts.len()).into_iter();
         let mut sum = order.next().map_or_else(Vec::new, |first| parts[first].to_vec());
         for part in order {

@@ -106,7 +106,7 @@ pub fn chunk(index: usize, chunk_rows: usize, rows: usize) -> Range<usize> {
 }
 
 /// The first copy of a row is as good as any other.
-fn restore(shares: &Shares) -> Vec<i64> {
+pub fn restore(shares: &Shares) -> Vec<i64> {
     let mut places = vec![-1; shares.rows];
     for (place, row) in shares.gathered.iter().enumerate().rev() {
         // a row behind the end of the batch is nobody's

@@ -5,6 +5,7 @@
 //! `ParallelLMHead`; the stream over ranks: sequence parallelism of vLLM and TensorCast.
 
 mod draft;
+mod lanes;
 mod mixture;
 mod recurrent;
 mod selected;
@@ -28,10 +29,12 @@ use crate::policies::{Policies, TableUse};
 use crate::write::WriteBatch;
 
 use draft::Target;
+use lanes::Lanes;
 use weights::{FeedForward, Sizes, Weights};
 use worker::{Rows, Worker};
 
 pub use draft::DraftPolicies;
+pub use lanes::{Gathered, LanePolicies};
 pub use mixture::MixturePolicies;
 pub use recurrent::RecurrentPolicies;
 pub use selected::SelectionPolicy;
@@ -88,6 +91,8 @@ pub struct StackPolicies {
     pub greedy: fn(&[f32], &Range<usize>) -> usize,
     /// What a draft head decides.
     pub draft: DraftPolicies,
+    /// Ranks of prefill context parallelism.
+    pub lanes: LanePolicies,
 }
 
 impl StackPolicies {
@@ -117,6 +122,7 @@ impl StackPolicies {
         shard_order: |ranks| (0..ranks).collect(),
         greedy: |logits, _| largest(logits),
         draft: DraftPolicies::HEALTHY,
+        lanes: LanePolicies::HEALTHY,
     };
 }
 
@@ -130,7 +136,8 @@ pub fn entries(rank: usize, ranks: usize, vocabulary: usize) -> Range<usize> {
 #[derive(Default)]
 pub struct StackMemory {
     layers: Vec<LayerMemory>,
-    states: Vec<KdaMemory>,
+    /// By rank of prefill context parallelism and recurrent layer.
+    states: Vec<Vec<KdaMemory>>,
 }
 
 #[derive(Clone)]
@@ -160,6 +167,7 @@ pub struct Scene<'a> {
 struct Seen {
     hidden: Vec<f32>,
     normed: Vec<f32>,
+    restored: Vec<f32>,
     update: Vec<f32>,
     query: Vec<f32>,
     key: Vec<f32>,
@@ -178,6 +186,37 @@ struct Seen {
     tokens: Vec<i32>,
 }
 
+impl StackMemory {
+    /// Makes room for the layers of a plan on so many ranks, what earlier steps left kept.
+    ///
+    /// # Errors
+    /// A crash for a session whose ranks were others before.
+    fn remember(
+        &mut self,
+        configuration: &Configuration,
+        plan: &StackPlan,
+        ranks: usize,
+    ) -> Result<(), EngineError> {
+        if let Some(known) =
+            self.layers.first().map(|layer| layer.caches.len()).filter(|known| *known != ranks)
+        {
+            let text = format!("{ranks} ranks run a stack whose caches {known} ranks have");
+            return Err(EngineError::Crash { text });
+        }
+        let fresh = || LayerMemory {
+            caches: vec![RankCache::unwritten(configuration); ranks],
+            memories: vec![Memory::default(); ranks],
+        };
+        let layers = plan.layers + plan.heads_of_drafts();
+        self.layers.resize_with(layers.max(self.layers.len()), fresh);
+        self.states.resize_with(ranks / configuration.tp, Vec::new);
+        self.states.iter_mut().for_each(|states| {
+            states.resize_with(plan.layers.max(states.len()), KdaMemory::default);
+        });
+        Ok(())
+    }
+}
+
 /// Runs the rows of a step through all layers.
 ///
 /// # Errors
@@ -190,40 +229,33 @@ pub fn forward(
 ) -> Result<Reply, EngineError> {
     let weights = Weights::read(inputs, &plan, scene.configuration)?;
     let rows = rows(scene, inputs, &weights.sizes)?;
-    let fresh = || LayerMemory {
-        caches: vec![RankCache::unwritten(scene.configuration); scene.configuration.tp],
-        memories: vec![Memory::default(); scene.configuration.tp],
-    };
-    let layers = plan.layers + plan.heads_of_drafts();
-    memory.layers.resize_with(layers.max(memory.layers.len()), fresh);
-    recurrent::remember(&mut memory.states, &plan);
-    let ranks = scene.configuration.tp;
-    let step = Step { scene, plan, weights: &weights, rows: &rows, inputs };
+    let lanes = Lanes::of(scene, plan.pcp, &rows, inputs)?;
+    let ranks = scene.configuration.tp * lanes.all.len();
+    memory.remember(scene.configuration, &plan, ranks)?;
+    let step = Step { scene, plan, weights: &weights, rows: &rows, lanes, inputs };
     let mut passage =
         Passage { streams: Vec::new(), seen: vec![Seen::default(); ranks], collectives: vec![0; ranks] };
     passage.streams = passage.all(&step, |worker, _| worker.embed())?;
     for layer in 0..plan.layers {
         step.layer(layer, &mut passage, memory)?;
     }
-    let last = passage.all(&step, |worker, stream| {
-        let normed = worker.normed(stream, plan.places() - 1)?;
-        let (logits, tokens) = worker.logits(&normed)?;
-        Ok((normed, logits, tokens))
-    })?;
-    let mut normed_rows = Vec::new();
-    for ((seen, (normed, logits, tokens)), stream) in passage.seen.iter_mut().zip(last).zip(&passage.streams)
-    {
+    let last = passage.all(&step, |worker, stream| worker.normed(stream, plan.places() - 1))?;
+    for ((seen, normed), stream) in passage.seen.iter_mut().zip(&last).zip(&passage.streams) {
         seen.hidden.extend(stream);
-        seen.normed.extend(&normed);
+        seen.normed.extend(normed);
+    }
+    let restored = step.gathered(Gathered::Last, last, &mut passage)?;
+    let last = passage.all(&step, |worker, _| worker.logits(&restored[worker.link.rank]))?;
+    for ((seen, (logits, tokens)), restored) in passage.seen.iter_mut().zip(last).zip(&restored) {
         seen.logits = logits;
         seen.tokens = tokens;
-        normed_rows.push(normed);
+        seen.restored.clone_from(restored);
     }
     if plan.drafts == 0 {
         return Ok(step.reply(passage));
     }
     let tokens = passage.seen[0].tokens.clone();
-    let target = Target { tokens: &tokens, normed: &normed_rows };
+    let target = Target { tokens: &tokens, normed: &restored };
     let drafts = draft::propose(&step, inputs, &target, memory, &mut passage.collectives)?;
     let mut reply = step.reply(passage);
     drafts.iter().for_each(|(name, tensor)| reply.outputs.insert(name, tensor.clone()));
@@ -244,11 +276,12 @@ fn rows(scene: &Scene<'_>, inputs: &Tensors, sizes: &Sizes) -> Result<Rows, Engi
         None => 0,
     };
     let positions: Vec<usize> = batch.row_refs(&scene.policies.layout).iter().map(position).collect();
+    let places = (0..count).map(|row| (row < batch.real_rows()).then_some(row)).collect();
     match positions.iter().find(|position| **position >= sizes.positions) {
         Some(position) => {
             Err(crash(format!("position {position} is beyond the {} of the rotary table", sizes.positions)))
         }
-        None => Ok(Rows { tokens, positions }),
+        None => Ok(Rows { tokens, positions, places }),
     }
 }
 
@@ -257,7 +290,10 @@ struct Step<'a> {
     scene: &'a Scene<'a>,
     plan: StackPlan,
     weights: &'a Weights,
+    /// Rows of the whole batch.
     rows: &'a Rows,
+    /// What each rank of prefill context parallelism has of them.
+    lanes: Lanes,
     inputs: &'a Tensors,
 }
 
@@ -275,13 +311,14 @@ impl Passage {
         step: &Step<'_>,
         phase: impl Fn(&Worker<'_>, &[f32]) -> Result<R, Stop> + Sync,
     ) -> Result<Vec<R>, EngineError> {
-        let ranks = Ranks { world: step.scene.ranks.count, ..step.scene.ranks };
+        let tp = step.scene.ranks.count;
+        let ranks = Ranks { count: tp * step.lanes.all.len(), world: tp, ..step.scene.ranks };
         let streams = &self.streams;
         let run = run_ranks(ranks, |link: &Link<'_>| {
             let worker = Worker {
                 plan: step.plan,
                 weights: step.weights,
-                rows: step.rows,
+                rows: &step.lanes.all[link.group()].rows,
                 link,
                 dcp: step.scene.configuration.dcp,
                 policies: &step.scene.policies.stack,
@@ -363,7 +400,9 @@ impl Step<'_> {
             [TableUse::Write, TableUse::Attend].map(|to| (stack.recurrent.cache)(to, layer, number));
         let projected =
             passage.all(self, |worker, _| Ok(worker.project(&normed[worker.link.rank], number)))?;
-        let keys: Vec<&[f32]> = projected.iter().map(|(_, key)| key.as_slice()).collect();
+        let keys = projected.iter().map(|(_, key)| key.clone()).collect();
+        let keys = self.gathered(Gathered::Keys, keys, passage)?;
+        let keys: Vec<&[f32]> = keys.iter().map(Vec::as_slice).collect();
         let queries: Vec<&[f32]> = projected.iter().map(|(query, _)| query.as_slice()).collect();
         if stack.writes_first {
             self.write(writes, &keys, memory)?;
@@ -383,7 +422,7 @@ impl Step<'_> {
         passage.all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
     }
 
-    /// Writes the keys of the new rows that each rank owns into the cache of a latent layer.
+    /// Writes the keys of the new rows of the whole batch that each rank owns into the cache of a latent layer.
     fn write(&self, layer: usize, keys: &[&[f32]], memory: &mut StackMemory) -> Result<(), EngineError> {
         let Scene { batch, policies, grids, .. } = self.scene;
         let refs = batch.row_refs(&policies.layout);
@@ -418,21 +457,29 @@ impl Step<'_> {
     ) -> Result<Vec<f32>, EngineError> {
         let Scene { configuration, grids, policies, ranks, .. } = *self.scene;
         let Sizes { heads, all_heads, key_dim, .. } = self.weights.sizes;
-        let (count, own) = (self.rows.tokens.len(), heads * key_dim);
-        let row = |row: usize| queries.iter().flat_map(move |query| &query[row * own..(row + 1) * own]);
-        let query: Vec<f32> = (0..count).flat_map(row).copied().collect();
-        let inputs = Tensors::new()
-            .with("query", Tensor::from_f32(Dtype::Bf16, &[count, all_heads, key_dim], &query))
-            .with("w_uv", self.weights.latent[number].up_projection.clone());
-        let metadata: Vec<Metadata> =
-            self.scene.metadata.iter().map(|own| self.in_layer(number, own)).collect();
+        let own = heads * key_dim;
         let source = self.cache(TableUse::Attend, cache);
-        let caches = &memory.layers[source].caches;
-        let plan = self.selection(layer, &metadata)?;
-        let given = (&inputs, plan.as_ref());
-        let reply = attend((configuration, grids), caches, given, &metadata, ranks, policies)?;
-        passage.count(&reply.collectives);
-        Ok(reply.outputs.get("out")?.to_f32())
+        let mut attended = Vec::new();
+        for (index, lane) in self.lanes.all.iter().enumerate() {
+            let members = index * ranks.count..(index + 1) * ranks.count;
+            let count = lane.rows.tokens.len();
+            let queries = &queries[members.clone()];
+            let row = |row: usize| queries.iter().flat_map(move |query| &query[row * own..(row + 1) * own]);
+            let query: Vec<f32> = (0..count).flat_map(row).copied().collect();
+            let inputs = Tensors::new()
+                .with("query", Tensor::from_f32(Dtype::Bf16, &[count, all_heads, key_dim], &query))
+                .with("w_uv", self.weights.latent[number].up_projection.clone());
+            let metadata: Vec<Metadata> =
+                lane.metadata.iter().map(|own| self.in_layer(number, own)).collect();
+            let caches = &memory.layers[source].caches[members.clone()];
+            let plan = self.selection(layer, lane, &metadata)?;
+            let given = (&inputs, plan.as_ref());
+            let reply = attend((configuration, grids), caches, given, &metadata, ranks, policies)?;
+            let counted = passage.collectives[members].iter_mut().zip(&reply.collectives);
+            counted.for_each(|(sum, count)| *sum += count);
+            attended.extend(reply.outputs.get("out")?.to_f32());
+        }
+        Ok(attended)
     }
 
     fn in_layer(&self, layer: usize, metadata: &Metadata) -> Metadata {
@@ -447,9 +494,10 @@ impl Step<'_> {
 
     fn reply(&self, passage: Passage) -> Reply {
         let Passage { seen, collectives, .. } = passage;
-        let (ranks, rows, plan) = (seen.len(), self.rows.tokens.len(), self.plan);
+        let (ranks, tp, plan) = (seen.len(), self.scene.configuration.tp, self.plan);
+        let (all, rows) = (self.rows.tokens.len(), self.lanes.all[0].rows.tokens.len());
         let Sizes { hidden, vocabulary, heads, key_dim, up_dim, .. } = self.weights.sizes;
-        let (layers, own) = (plan.attending().len(), plan.stream_rows(rows, ranks));
+        let (layers, own) = (plan.attending().len(), plan.stream_rows(rows, tp));
         let join = |dtype: Dtype, shape: &[usize], part: fn(&Seen) -> &Vec<f32>| {
             let values: Vec<f32> = seen.iter().flat_map(|seen| part(seen).iter().copied()).collect();
             let shape: Vec<usize> = std::iter::once(ranks).chain(shape.iter().copied()).collect();
@@ -458,14 +506,18 @@ impl Step<'_> {
         let half = Dtype::Bf16;
         let tokens: Vec<i32> = seen.iter().flat_map(|seen| seen.tokens.iter().copied()).collect();
         let mut outputs = Tensors::new()
-            .with("logits", join(Dtype::F32, &[rows, vocabulary], |seen| &seen.logits))
-            .with("tokens", Tensor::from_i32(&[ranks, rows], &tokens))
+            .with("logits", join(Dtype::F32, &[all, vocabulary], |seen| &seen.logits))
+            .with("tokens", Tensor::from_i32(&[ranks, all], &tokens))
             .with("hidden", join(half, &[plan.places(), own, hidden], |seen| &seen.hidden))
             .with("normed", join(half, &[plan.places(), rows, hidden], |seen| &seen.normed))
             .with("update", join(half, &[2 * plan.layers, own, hidden], |seen| &seen.update))
             .with("query", join(half, &[layers, rows, heads, key_dim], |seen| &seen.query))
             .with("key", join(half, &[layers, rows, key_dim], |seen| &seen.key))
             .with("attention", join(half, &[layers, rows, heads, up_dim], |seen| &seen.attention));
+        if plan.pcp.is_some() {
+            outputs.insert("rows", self.lanes.tensor());
+            outputs.insert("restored", join(half, &[all, hidden], |seen| &seen.restored));
+        }
         if let Some(recurrent) = self.weights.recurrent.first() {
             let count = (rows, self.scene.batch.seq_lens.len());
             let parts: [fn(&Seen) -> &Vec<f32>; 5] = [
@@ -475,7 +527,7 @@ impl Step<'_> {
                 |seen| &seen.kda_state,
                 |seen| &seen.kda_window,
             ];
-            let shapes = recurrent::shapes(recurrent.sizes, self.weights.recurrent.len(), ranks, count);
+            let shapes = recurrent::shapes(recurrent.sizes, self.weights.recurrent.len(), tp, count);
             for ((name, dtype, shape), part) in shapes.iter().zip(parts) {
                 outputs.insert(name, join(*dtype, shape, part));
             }

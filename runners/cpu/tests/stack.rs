@@ -44,6 +44,7 @@ fn forward(layers: usize, stream: StreamLayout) -> Operation {
             recurrent: None,
             list: None,
             drafts: 0,
+            pcp: None,
         },
     }
 }

@@ -40,5 +40,5 @@ pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation, Warning};
 pub use sharing::{IndexSharing, IndexerType, SharingRule};
 pub use sparse::{SelectionMode, Selector, SlotList};
-pub use stack::{LayerKind, LayerPattern, StackExperts, StackPlan, StreamLayout};
+pub use stack::{LayerKind, LayerPattern, StackExperts, StackPcp, StackPlan, StreamLayout};
 pub use tensor::{Tensor, TensorError, Tensors};

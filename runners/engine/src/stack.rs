@@ -2,15 +2,18 @@
 
 mod layers;
 mod mixture;
+mod pcp;
 
 use serde::{Deserialize, Serialize};
 
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
+use crate::prefill::{LOCAL_ROWS, PREFILLING};
 use crate::{KdaPlan, SlotList, TensorSpec, vocabulary};
 
 pub use layers::{LayerKind, LayerPattern};
 pub use mixture::StackExperts;
+pub use pcp::StackPcp;
 
 vocabulary! {
     /// Where the rows of the residual stream lie between layers.
@@ -55,6 +58,10 @@ pub struct StackPlan {
     /// draft is a row more, with the draft before it and the head's own stream.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub drafts: usize,
+    /// How the rows of a step are shared out over ranks of prefill context parallelism; absent: there are none. A draft head runs over
+    /// all its rows on each of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pcp: Option<StackPcp>,
 }
 
 fn is_zero(count: &usize) -> bool {
@@ -71,6 +78,11 @@ impl StackPlan {
             StreamLayout::Whole => rows,
             StreamLayout::Sharded => rows.div_ceil(ranks.max(1)),
         }
+    }
+
+    /// Ranks P of prefill context parallelism; 1 where there are none.
+    pub fn pcp_ranks(&self) -> usize {
+        self.pcp.map_or(1, |pcp| pcp.world)
     }
 
     /// Layers D that have a plain MLP, the first ones.
@@ -254,6 +266,7 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "i32 [n]",
         "token behind the last row of each request where it is known, as in front of another chunk of a prompt; −1: the row's own",
     ),
+    PREFILLING,
     spec("logits", Output, "f32 [ranks, T, V]", "of all shards, on every rank"),
     spec("tokens", Output, "i32 [ranks, T]", "token of the largest logit, the lowest of equal ones"),
     spec(
@@ -263,6 +276,14 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "drafts of each request that are accepted; absent without a draft head, as the next",
     ),
     spec("draft_tokens", Output, "i32 [ranks, n, k]", "new drafts of each request"),
+    LOCAL_ROWS,
+    spec(
+        "restored",
+        Observable,
+        "contract's output type [ranks, T, h]",
+        "rows behind the last norm in the order of the batch, as the products of the head get them; absent without prefill context parallelism, as \
+         `is_prefilling` and `rows`, where T stands for the R rows of a rank in all that follows",
+    ),
     spec(
         "hidden",
         Observable,
@@ -355,6 +376,7 @@ mod tests {
             recurrent: None,
             list: None,
             drafts: 0,
+            pcp: None,
         };
         assert_eq!(plan(StreamLayout::Whole).stream_rows(9, 4), 9);
         assert_eq!([0, 1, 4, 9].map(|rows| plan(StreamLayout::Sharded).stream_rows(rows, 4)), [0, 1, 1, 3]);
@@ -371,6 +393,7 @@ mod tests {
             recurrent: None,
             list: None,
             drafts: 0,
+            pcp: None,
         };
         assert_eq!(plan.recurrences(), [0, 1, 3]);
         assert_eq!(plan.attending(), [2, 4]);
@@ -389,6 +412,7 @@ mod tests {
             recurrent: None,
             list: Some(SlotList::Packed),
             drafts: 0,
+            pcp: None,
         };
         let selections = [0, 1, 2, 3, 4, 5, 6].map(|layer| plan.selection(layer));
         assert_eq!(selections, [None, Some(0), Some(0), None, Some(1), Some(1), Some(1)]);
@@ -407,6 +431,7 @@ mod tests {
             recurrent: None,
             list: None,
             drafts: 0,
+            pcp: None,
         };
         let mut value = serde_json::to_value(plan).unwrap();
         assert_eq!(serde_json::from_value::<StackPlan>(value.clone()).unwrap(), plan);

@@ -3,13 +3,13 @@
 use shardcheck_cases::{Body, Case, StackTurn};
 use shardcheck_references::kda::Near;
 
-use super::{BOUND, STACK, Scene, every_run, grid, updates};
+use super::{BOUND, LaneRow, STACK, Scene, every_run, grid, updates};
 use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Laboratory};
 use crate::properties::Property;
 use crate::routing::Routing;
-use crate::stacking::{MixtureRow, Shown, StackMaterial, View};
+use crate::stacking::{Shown, StackMaterial, View};
 
 pub(in crate::properties) const LATENT: &[Property] = &[
     Property {
@@ -61,13 +61,13 @@ pub(super) fn router(laboratory: &Laboratory) -> Result<Finding, Halt> {
             let row = |at: Vec<usize>| {
                 let [rank, mixture, row] = at[..] else { return None };
                 let x = normed.row(&[rank, 2 * (dense + mixture) + 1, row]);
-                (row < scene.shown.real_rows).then(|| scene.material.router_logits(mixture, x))
+                scene.is_real(rank, row).then(|| scene.material.router_logits(mixture, x))
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
         |scene, at| {
             let layer = scene.material.case.plan().dense() + at[1];
-            format!("layer {layer}, {}", scene.material.row_name(scene.turn, at[2]))
+            format!("layer {layer}, {}", scene.words(at[0], at[2]))
         },
     )
 }
@@ -75,31 +75,63 @@ pub(super) fn router(laboratory: &Laboratory) -> Result<Finding, Halt> {
 /// What was seen of the experts of one step.
 struct Experts {
     ids: View,
-    /// Of each layer that has experts, by the logits of rank 0; none where they are no numbers.
-    routing: Vec<Option<Routing>>,
+    /// Of each rank of prefill context parallelism and each layer that has experts, by the logits of its first rank; none where they are no numbers.
+    routing: Vec<Vec<Option<Routing>>>,
+    /// Rows of each rank of prefill context parallelism that are no padding.
+    rows: Vec<usize>,
+    /// Ranks of tensor parallelism.
+    tp: usize,
 }
 
 impl Experts {
     fn of(material: &StackMaterial, turn: &StackTurn, shown: &Shown<'_>) -> Result<Self, Halt> {
         let (ids, logits) = (shown.tensor("topk_ids")?, shown.tensor("router_logits")?);
-        let of_layer = |mixture: usize| -> Vec<f32> {
-            (0..shown.real_rows).flat_map(|row| logits.row(&[0, mixture, row]).to_vec()).collect()
-        };
-        let tokens = material.inputs.token_ids(&material.case, turn);
-        let of_layer = |mixture: usize| material.routing(mixture, &of_layer(mixture), &tokens);
-        let routing = (0..ids.shape[1]).map(of_layer).collect();
-        Ok(Self { ids, routing })
+        let (tp, all) = (material.ranks(), material.inputs.token_ids(&material.case, turn));
+        let (mut routing, mut rows) = (Vec::new(), Vec::new());
+        for lane in 0..shown.lanes.world() {
+            let own = shown.lanes.front(lane);
+            let of_layer = |mixture: usize| -> Vec<f32> {
+                (0..own.len()).flat_map(|row| logits.row(&[lane * tp, mixture, row]).to_vec()).collect()
+            };
+            let tokens: Vec<i32> = own.iter().map(|row| all[*row]).collect();
+            let of_layer = |mixture: usize| material.routing(mixture, &of_layer(mixture), &tokens);
+            routing.push((0..ids.shape[1]).map(of_layer).collect());
+            rows.push(own.len());
+        }
+        Ok(Self { ids, routing, rows, tp })
     }
 
     /// What the experts of a row give, of its row in their own width; none where they are no set of experts, which is judged by itself.
-    fn update(&self, material: &StackMaterial, (mixture, row): MixtureRow, x: &[f32]) -> Option<Vec<Near>> {
-        let routing = self.routing[mixture].as_ref()?;
-        let chosen = routing.experts(row, &self.ids(0, mixture, row)).ok()?;
+    fn update(
+        &self,
+        material: &StackMaterial,
+        mixture: usize,
+        (lane, row): LaneRow,
+        x: &[f32],
+    ) -> Option<Vec<Near>> {
+        let routing = self.routing[lane][mixture].as_ref().filter(|_| row < self.rows[lane])?;
+        let chosen = routing.experts(row, &self.ids(lane * self.tp, mixture, row)).ok()?;
         Some(material.mixture_update((mixture, row), (routing, &chosen), x))
     }
 
     fn ids(&self, rank: usize, mixture: usize, row: usize) -> Vec<i64> {
         self.ids.row(&[rank, mixture, row]).iter().map(|id| *id as i64).collect()
+    }
+
+    /// What is wrong with the experts of a row on a rank.
+    fn refusal(&self, rank: usize, mixture: usize, row: usize) -> Option<String> {
+        let first = rank / self.tp * self.tp;
+        let routing = self.routing[rank / self.tp][mixture].as_ref()?;
+        let sorted = |rank: usize| {
+            let mut ids = self.ids(rank, mixture, row);
+            ids.sort_unstable();
+            ids
+        };
+        let other = || {
+            let differ = sorted(rank) != sorted(first);
+            differ.then(|| format!("other experts than on rank {first}: {:?}", sorted(rank)))
+        };
+        routing.refusal(row, &self.ids(rank, mixture, row)).or_else(other)
     }
 }
 
@@ -107,29 +139,18 @@ pub(super) fn experts(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
     let mut compared = 0;
     for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
-        let shown = Shown::of(material, turn, observed);
-        let seen = Experts::of(material, turn, &shown)?;
-        for (mixture, routing) in seen.routing.iter().enumerate() {
-            let Some(routing) = routing else { continue };
-            for (rank, row) in
-                (0..material.ranks()).flat_map(|rank| (0..shown.real_rows).map(move |row| (rank, row)))
-            {
-                let sorted = |rank: usize| {
-                    let mut ids = seen.ids(rank, mixture, row);
-                    ids.sort_unstable();
-                    ids
-                };
-                let other = || {
-                    (sorted(rank) != sorted(0))
-                        .then(|| format!("other experts than on rank 0: {:?}", sorted(rank)))
-                };
-                if let Some(why) = routing.refusal(row, &seen.ids(rank, mixture, row)).or_else(other) {
+        let scene = Scene { material, turn, shown: Shown::of(material, turn, observed) };
+        let seen = Experts::of(material, turn, &scene.shown)?;
+        let rows = |rank: usize| (0..seen.rows[rank / seen.tp]).map(move |row| (rank, row));
+        for mixture in 0..seen.ids.shape[1] {
+            for (rank, row) in (0..material.all_ranks()).flat_map(rows) {
+                if let Some(why) = seen.refusal(rank, mixture, row) {
                     let layer = material.case.plan().dense() + mixture;
-                    let (step, place) = (material.name(turn), material.row_name(turn, row));
+                    let (step, place) = (material.name(turn), scene.words(rank, row));
                     let headline = format!("{step}, rank {rank}, layer {layer}, {place}: {why}");
                     return Err(Failure::because(headline).at(Stage::Routing).into());
                 }
-                compared += 1;
+                compared += usize::from(seen.routing[rank / seen.tp][mixture].is_some());
             }
         }
     }
@@ -154,20 +175,22 @@ pub(super) fn feed_forward(laboratory: &Laboratory) -> Result<Finding, Halt> {
         let latent = material.is_latent().then(|| scene.shown.tensor("latent_normed")).transpose()?;
         Ok(Behind { normed: scene.shown.tensor("normed")?, experts, latent })
     };
-    updates(laboratory, headline, 1, seen, |Behind { normed, experts, latent }, layer, row| {
-        let x = normed.row(&[0, 2 * layer + 1, row]);
+    let tp = material.ranks();
+    updates(laboratory, headline, 1, seen, |Behind { normed, experts, latent }, layer, (lane, row)| {
+        let first = lane * tp;
+        let x = normed.row(&[first, 2 * layer + 1, row]);
         let nothing = vec![Allowed::Undefined; x.len()];
         // where ranks have other rows, which is judged by itself, nobody has the whole MLP of any of them
-        if (1..normed.shape[0]).any(|rank| normed.row(&[rank, 2 * layer + 1, row]) != x) {
+        if (first + 1..first + tp).any(|rank| normed.row(&[rank, 2 * layer + 1, row]) != x) {
             return nothing;
         }
         let near: Option<Vec<Near>> = match (layer.checked_sub(dense), experts, latent) {
             (Some(mixture), _, Some(latent)) => {
-                let sum = latent.row(&[0, mixture, row]);
-                let is_one = (1..latent.shape[0]).all(|rank| latent.row(&[rank, mixture, row]) == sum);
+                let sum = latent.row(&[first, mixture, row]);
+                let is_one = (first + 1..first + tp).all(|rank| latent.row(&[rank, mixture, row]) == sum);
                 is_one.then(|| material.latent_update(mixture, sum, x))
             }
-            (Some(mixture), Some(experts), None) => experts.update(material, (mixture, row), x),
+            (Some(mixture), Some(experts), None) => experts.update(material, mixture, (lane, row), x),
             _ => {
                 let weights = ["w_gate", "w_up", "w_down"].map(|name| material.weight(name, Some(layer)));
                 Some(material.feed_forward_update(weights, x))
@@ -195,14 +218,14 @@ fn latents<T>(
             let row = |at: Vec<usize>| {
                 let [rank, mixture, row] = at[..] else { return None };
                 let near = || near(scene, &source, [rank, mixture, row]);
-                let near = (row < scene.shown.real_rows).then(near)??;
+                let near = scene.is_real(rank, row).then(near)??;
                 Some(scene.material.stored(&near))
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
         |scene, at| {
             let layer = scene.material.case.plan().dense() + at[1];
-            format!("layer {layer}, {}", scene.material.row_name(scene.turn, at[2]))
+            format!("layer {layer}, {}", scene.words(at[0], at[2]))
         },
     )
 }
@@ -222,10 +245,12 @@ pub(super) fn latent_experts(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let seen = |scene: &Scene<'_>| {
         Ok((scene.shown.tensor("latent")?, Experts::of(scene.material, scene.turn, &scene.shown)?))
     };
-    latents(laboratory, "latent_sum", headline, seen, |scene, (latent, experts), [_, mixture, row]| {
-        let x = latent.row(&[0, mixture, row]);
-        let is_one = (1..latent.shape[0]).all(|rank| latent.row(&[rank, mixture, row]) == x);
-        is_one.then(|| experts.update(scene.material, (mixture, row), x))?
+    latents(laboratory, "latent_sum", headline, seen, |scene, (latent, experts), [rank, mixture, row]| {
+        let tp = scene.material.ranks();
+        let first = rank / tp * tp;
+        let x = latent.row(&[first, mixture, row]);
+        let is_one = (first + 1..first + tp).all(|rank| latent.row(&[rank, mixture, row]) == x);
+        is_one.then(|| experts.update(scene.material, mixture, (rank / tp, row), x))?
     })
 }
 

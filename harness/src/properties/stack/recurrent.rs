@@ -3,7 +3,7 @@
 use shardcheck_cases::{Body, Case};
 use shardcheck_references::kda::Near;
 
-use super::{BOUND, STACK, Scene, every_run, grid, updates};
+use super::{BOUND, STACK, Scene, every_run, grid, of_all_heads, updates};
 use crate::finding::{Finding, Stage};
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Laboratory};
@@ -81,9 +81,9 @@ fn recurrence<'a>(laboratory: &Laboratory<'a>) -> Result<&'a Recurrence, Halt> {
     laboratory.stack().recurrence.as_ref().ok_or_else(missing)
 }
 
-/// A recurrent layer by its number, a row of it, and more of the place.
-fn in_layer(scene: &Scene<'_>, number: usize, row: usize) -> String {
-    format!("layer {}, {}", scene.material.recurrent[number], scene.material.row_name(scene.turn, row))
+/// A recurrent layer at `[rank, its number, row, …]` in words.
+fn in_layer(scene: &Scene<'_>, at: &[usize]) -> String {
+    format!("layer {}, {}", scene.material.recurrent[at[1]], scene.words(at[0], at[2]))
 }
 
 fn input(laboratory: &Laboratory) -> Result<Finding, Halt> {
@@ -129,29 +129,31 @@ fn projections(
                 let of_matrix = |matrix: &&str| {
                     let all = material.weight(matrix, Some(number));
                     let size = all.len() / material.ranks();
-                    let own = &all[rank * size..(rank + 1) * size];
+                    let own = &all[rank % material.ranks() * size..][..size];
                     if name == "kda_gates" { material.wide(own, x) } else { material.project(own, x) }
                 };
                 let near: Vec<Near> = weights.iter().flat_map(of_matrix).collect();
-                (row < scene.shown.real_rows).then(|| allowed(scene, &near))
+                scene.is_real(rank, row).then(|| allowed(scene, &near))
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
-        |scene, at| in_layer(scene, at[1], at[2]),
+        |scene, at| in_layer(scene, at),
     )
 }
 
 fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let own = recurrence(laboratory)?;
     let headline = "a recurrent layer does not give what its state has for a row";
-    let wanted = |played: &Played, at: &[usize]| {
+    let tp = laboratory.stack().ranks();
+    let wanted = |scene: &Scene<'_>, played: &Played, at: &[usize]| {
         let [rank, _, row, head] = at else { return None };
-        let (heads, width) = (own.sizes.value_heads / laboratory.stack().ranks(), own.sizes.value_dim);
-        let out = &played.rows.get(*row)?.out[(rank * heads + head) * width..][..width];
+        let (heads, width) = (own.sizes.value_heads / tp, own.sizes.value_dim);
+        let row = scene.shown.lanes.row(*rank, *row)?;
+        let out = &played.rows.get(row)?.out[(rank % tp * heads + head) * width..][..width];
         Some(out.iter().map(|near| own.allowed_out(*near)).collect())
     };
     played(laboratory, "kda_out", headline, wanted, |scene, at| {
-        format!("{}, value head {} of the rank", in_layer(scene, at[1], at[2]), at[3])
+        format!("{}, value head {} of the rank", in_layer(scene, at), at[3])
     })
 }
 
@@ -160,7 +162,7 @@ fn played(
     laboratory: &Laboratory,
     name: &str,
     headline: &str,
-    wanted: impl Fn(&Played, &[usize]) -> Option<Vec<Allowed>>,
+    wanted: impl Fn(&Scene<'_>, &Played, &[usize]) -> Option<Vec<Allowed>>,
     words: impl Fn(&Scene<'_>, &[usize]) -> String,
 ) -> Result<Finding, Halt> {
     let mut states = StateStore::new(laboratory.stack());
@@ -172,8 +174,9 @@ fn played(
         |scene, seen| {
             let played = states.as_mut().map(|states| states.play(scene.turn, &scene.shown)).transpose()?;
             let played = played.unwrap_or_default();
-            let outer = &seen.shape[..seen.shape.len() - 1];
-            Ok(grid(outer).map(|at| wanted(played.get(at[1])?, &at)).collect())
+            let (outer, tp) = (&seen.shape[..seen.shape.len() - 1], scene.material.ranks());
+            let row = |at: Vec<usize>| wanted(scene, played.get(at[0] / tp)?.get(at[1])?, &at);
+            Ok(grid(outer).map(row).collect())
         },
         words,
     )
@@ -186,10 +189,10 @@ fn request_words(scene: &Scene<'_>, at: &[usize]) -> String {
 fn state(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let own = recurrence(laboratory)?;
     let headline = "the state of a recurrent layer is not that of its request's rows";
-    let wanted = |played: &Played, at: &[usize]| {
+    let tp = laboratory.stack().ranks();
+    let wanted = |_: &Scene<'_>, played: &Played, at: &[usize]| {
         let [rank, _, request, head, channel] = at else { return None };
-        let heads = own.sizes.value_heads / laboratory.stack().ranks();
-        let head = &played.states.get(*request)?.heads[rank * heads + head];
+        let head = &played.states.get(*request)?.heads[rank % tp * (own.sizes.value_heads / tp) + head];
         let width = head.error.len();
         let values = &head.value[channel * width..(channel + 1) * width];
         let near = values.iter().zip(&head.error).map(|(value, error)| Near { value: *value, error: *error });
@@ -205,9 +208,9 @@ fn window(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let ranks = laboratory.stack().ranks();
     let channels: Vec<Vec<usize>> = (0..ranks).map(|rank| own.channels(rank, ranks)).collect();
     let headline = "a window does not hold the last inputs of its request";
-    let wanted = |played: &Played, at: &[usize]| {
+    let wanted = |_: &Scene<'_>, played: &Played, at: &[usize]| {
         let [rank, _, request, channel] = at else { return None };
-        let channel = channels[*rank][*channel];
+        let channel = channels[rank % ranks][*channel];
         let exactly = |token: &Vec<f64>| match token[channel].is_finite() {
             true => Allowed::Exactly(token[channel]),
             false => Allowed::Undefined,
@@ -225,11 +228,8 @@ fn update(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let seen = |scene: &Scene<'_>| scene.shown.tensor("kda_out");
     updates(laboratory, headline, 0, seen, |seen, layer, row| {
         let number = material.recurrent.iter().position(|own| *own == layer);
-        let (Some(number), &[ranks, _, _, heads, _]) = (number, &seen.shape[..]) else {
-            return vec![Allowed::Undefined; material.case.hidden];
-        };
-        let of_rank = |rank: usize| (0..heads).map(move |head| [rank, number, row, head]);
-        let all: Vec<f32> = (0..ranks).flat_map(of_rank).flat_map(|at| seen.row(&at).to_vec()).collect();
+        let Some(number) = number else { return vec![Allowed::Undefined; material.case.hidden] };
+        let all = of_all_heads(seen, material.ranks(), number, row);
         material.stored(&material.attention_update(material.weight("kda_output", Some(number)), &all))
     })
 }

@@ -126,7 +126,7 @@ fn decided(finding: Finding) -> Result<Finding, Halt> {
 
 /// Accepted drafts `[ranks, n]` and new ones `[ranks, n, k]` of a run.
 fn drafted(material: &StackMaterial, observed: &Observed, requests: usize) -> Result<[Vec<i64>; 2], Halt> {
-    let (ranks, drafts) = (material.ranks(), material.case.drafts());
+    let (ranks, drafts) = (material.all_ranks(), material.case.drafts());
     let accepted = observed.output("accepted_drafts", Dtype::I32, &[ranks, requests])?.to_i64();
     let tokens = observed.output("draft_tokens", Dtype::I32, &[ranks, requests, drafts])?.to_i64();
     Ok([accepted, tokens])
@@ -149,7 +149,7 @@ fn drafts(laboratory: &Laboratory) -> Result<Finding, Halt> {
         let [accepted, tokens] = drafted(material, observed, requests)?;
         for request in (0..requests).filter(|request| turn.turn.new_tokens[*request] > 0) {
             let known = run.drafts(turn, request);
-            for rank in 0..material.ranks() {
+            for rank in 0..material.all_ranks() {
                 let (at, given) = (rank * requests + request, turn.drafted[request]);
                 let place =
                     format!("{}, rank {rank}, request {}", material.name(turn), turn.turn.requests[request]);

@@ -6,6 +6,7 @@
 use shardcheck_engine::{EngineError, StackPlan, StreamLayout, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
+use super::lanes::Lanes;
 use super::worker::Rows;
 use super::{Passage, Scene, Seen, StackMemory, Step};
 use crate::batch::Batch;
@@ -213,10 +214,14 @@ impl Pass {
             .iter()
             .zip(&self.lengths)
             .flat_map(|(rows, length)| (0..*rows).map(move |row| (length + row).saturating_sub(*rows)));
-        let rows = Rows { tokens: self.tokens.clone(), positions: positions.collect() };
+        let places = (0..self.tokens.len()).map(Some).collect();
+        let rows = Rows { tokens: self.tokens.clone(), positions: positions.collect(), places };
+        // and every rank of prefill context parallelism too
+        let lanes = Lanes::whole(step.lanes.all.len(), &batch, &metadata, &rows);
         // every rank has all rows of the head's stream
         let plan = StackPlan { stream: StreamLayout::Whole, ..step.plan };
-        let own = Step { inputs: step.inputs, scene: &scene, plan, weights: step.weights, rows: &rows };
+        let own =
+            Step { inputs: step.inputs, scene: &scene, plan, weights: step.weights, rows: &rows, lanes };
         let mut passage = Passage {
             streams: self.streams.clone(),
             seen: vec![Seen::default(); self.streams.len()],

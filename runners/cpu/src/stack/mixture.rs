@@ -181,7 +181,7 @@ impl Worker<'_> {
         shared: Option<&Mlp>,
     ) -> Result<Vec<f32>, Stop> {
         let (hidden, width) = (self.weights.sizes.hidden, latent.norm.len());
-        let (rank, ranks) = (self.link.rank, self.link.world);
+        let (rank, ranks) = (self.link.member, self.link.world);
         let columns = (self.policies.mixtures.columns)(rank, ranks, width);
         let mut all = Vec::new();
         for (sum, x) in sums.chunks_exact(width).zip(normed.chunks_exact(hidden)) {
@@ -205,7 +205,8 @@ impl Step<'_> {
         }
     }
 
-    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first one, as the operation has them.
+    /// What a layer of experts adds to the stream of each rank; it is given the rows and logits of the first rank of each rank of prefill context
+    /// parallelism, as the operation has them.
     pub(super) fn mixture(
         &self,
         layer: usize,
@@ -218,9 +219,7 @@ impl Step<'_> {
         let logits = passage.all(self, |worker, stream| {
             Ok(worker.router_logits(stream, &normed[worker.link.rank], &router.router))
         })?;
-        let (rows, hidden) = (self.rows.tokens.len(), self.weights.sizes.hidden);
-        let (router, routed) = self.routed(layer, &logits[0])?;
-        let top_k = router.top_k;
+        let hidden = self.weights.sizes.hidden;
         let around = self.mixture_of((stack.mixtures.latent)(layer, first))?.latent.as_ref();
         let lowered = match around {
             None => Vec::new(),
@@ -228,25 +227,20 @@ impl Step<'_> {
                 passage.all(self, |worker, _| Ok(worker.lowered(&normed[worker.link.rank], latent)))?
             }
         };
-        let mut inputs = routed.with("dp_tokens", Tensor::from_i32(&[1], &[rows as i32]));
-        let (width, given) = around.map_or((hidden, &normed[0]), |latent| (latent.norm.len(), &lowered[0]));
-        inputs.insert("hidden", Tensor::from_f32(Dtype::Bf16, &[rows, width], given));
+        let plan = self.experts_plan(experts.shared.is_some() && around.is_none());
+        let (router, mut inputs) = self.routed(layer, &logits, &plan)?;
+        let (width, given) = around.map_or((hidden, normed), |latent| (latent.norm.len(), &lowered));
+        let given = self.interleaved(given, &plan);
+        inputs.insert("hidden", Tensor::from_f32(Dtype::Bf16, &[given.len() / width, width], &given));
+        inputs.insert("dp_tokens", Tensor::from_i32(&[1], &[(given.len() / width) as i32]));
         experts.experts.iter().for_each(|(name, tensor)| inputs.insert(name, tensor.clone()));
         let beside = experts.shared.as_ref().filter(|_| around.is_none());
         for (name, tensor) in beside.into_iter().flat_map(Tensors::iter) {
             inputs.insert(name, tensor.clone());
         }
-        let plan = MoePlan {
-            dp: 1,
-            pcp: 1,
-            tp: normed.len(),
-            exchange: MoeExchange::Local,
-            sharding: ExpertSharding::Whole,
-            shared: if beside.is_some() { SharedExpert::Sharded } else { SharedExpert::None },
-            activation: Activation::SiluGated,
-        };
         let moe = self.scene.policies.moe;
         let moe = MoePolicies { sums_tp: moe.sums_tp && (around.is_none() || stack.mixtures.sums), ..moe };
+        let (rows, top_k) = (self.lanes.all[0].rows.tokens.len(), router.top_k);
         let reply = experts::run(&inputs, (router, plan), self.scene.ranks.timeout, &moe)?;
         passage.count(&reply.collectives);
         let (out, ids) = (reply.outputs.get("out")?.to_f32(), reply.outputs.get("topk_ids")?.to_i64());
@@ -261,22 +255,68 @@ impl Step<'_> {
         }
     }
 
+    /// How experts are shared out, with one that every row has beside them or without.
+    fn experts_plan(&self, shared: bool) -> MoePlan {
+        let merged = self.plan.pcp.is_some_and(|pcp| (self.scene.policies.stack.lanes.merges)(pcp.merged));
+        MoePlan {
+            dp: 1,
+            pcp: self.lanes.all.len(),
+            tp: self.scene.configuration.tp,
+            exchange: match (merged, self.lanes.is_whole()) {
+                (false, _) => MoeExchange::Local,
+                (true, false) => MoeExchange::Gathered,
+                // every rank has all rows
+                (true, true) => MoeExchange::Redundant,
+            },
+            sharding: ExpertSharding::Whole,
+            shared: if shared { SharedExpert::Sharded } else { SharedExpert::None },
+            activation: Activation::SiluGated,
+        }
+    }
+
+    /// Rows of all ranks of prefill context parallelism as a layer of experts is given them: by turns, or those of one where every rank has them.
+    fn interleaved(&self, of_ranks: &[Vec<f32>], plan: &MoePlan) -> Vec<f32> {
+        if plan.exchange == MoeExchange::Redundant {
+            return of_ranks[0].clone();
+        }
+        let rows = self.lanes.all[0].rows.tokens.len();
+        let width = of_ranks[0].len() / rows.max(1);
+        let own = |(row, rank): (usize, usize)| &of_ranks[rank * plan.tp][row * width..(row + 1) * width];
+        let places = (0..rows).flat_map(|row| (0..plan.pcp).map(move |rank| (row, rank)));
+        places.flat_map(own).copied().collect()
+    }
+
     /// Router of a layer, and what it is given: logits of the rows, with a bias, or with a table and the tokens.
-    fn routed(&self, layer: usize, logits: &[f32]) -> Result<(Router, Tensors), EngineError> {
+    fn routed(
+        &self,
+        layer: usize,
+        logits: &[Vec<f32>],
+        plan: &MoePlan,
+    ) -> Result<(Router, Tensors), EngineError> {
         let crash = |text: &str| EngineError::Crash { text: format!("layer {layer} {text}") };
         let own = self.plan.experts.ok_or_else(|| crash("has no plan of experts"))?;
-        let (stack, first, rows) = (&self.scene.policies.stack, self.plan.dense(), self.rows.tokens.len());
-        let count = logits.len().checked_div(rows).unwrap_or(0);
-        let of_row = |row: usize| &logits[(stack.routed_by)(row, rows) * count..][..count];
-        let routed_by: Vec<f32> = (0..rows).flat_map(of_row).copied().collect();
-        let given = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &[rows, count], &routed_by));
+        let (stack, first) = (&self.scene.policies.stack, self.plan.dense());
+        let rows = self.lanes.all[0].rows.tokens.len();
+        let count = logits[0].len().checked_div(rows).unwrap_or(0);
+        let routed_by = |logits: &Vec<f32>| -> Vec<f32> {
+            let of_row = |row: usize| &logits[(stack.routed_by)(row, rows) * count..][..count];
+            (0..rows).flat_map(of_row).copied().collect()
+        };
+        let routed_by: Vec<Vec<f32>> = logits.iter().map(routed_by).collect();
+        let routed_by = self.interleaved(&routed_by, plan);
+        let all = routed_by.len().checked_div(count).unwrap_or(0);
+        let given = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &[all, count], &routed_by));
         if (stack.mixtures.hashed)(layer - first, own.hashed) {
             let table = self.mixture_of((stack.mixtures.table)(layer, first))?.table.clone();
-            let token = |row: usize| (stack.mixtures.token)(&self.rows.tokens, row) as i64;
-            let ids: Vec<i64> = (0..rows).map(token).collect();
+            let lanes = if plan.exchange == MoeExchange::Redundant { 1 } else { plan.pcp };
+            let token = |row: usize, lane: usize| {
+                (stack.mixtures.token)(&self.lanes.all[lane].rows.tokens, row) as i64
+            };
+            let ids: Vec<i64> =
+                (0..rows).flat_map(|row| (0..lanes).map(move |lane| token(row, lane))).collect();
             let given = given
                 .with("hash_table", table.ok_or_else(|| crash("has no table of token ids"))?)
-                .with("token_ids", Tensor::from_i64(&[rows], &ids));
+                .with("token_ids", Tensor::from_i64(&[all], &ids));
             return Ok((Router { choice: ExpertChoice::Hashed, ..own.router }, given));
         }
         let bias = self.mixture_of((stack.mixtures.bias)(layer, first))?.bias.clone();

@@ -3,9 +3,10 @@
 //! Order: transformers `KimiDecoderLayer`, `KimiLinearDeltaAttention`; heads over ranks: vLLM `KimiDeltaAttention`, whose output projection
 //! is row-parallel.
 
-use shardcheck_engine::{EngineError, StackPlan, Tensor, Tensors};
+use shardcheck_engine::{EngineError, KdaPlan, Tensor, Tensors};
 use shardcheck_formats::{Dtype, round_bf16};
 
+use super::lanes::Gathered;
 use super::weights::part;
 use super::worker::{Part, Worker, dot};
 use super::{Passage, StackMemory, Step};
@@ -148,7 +149,7 @@ impl Worker<'_> {
         let ranks = self.link.world;
         let own = |matrix: &[f32], x: &[f32]| -> Vec<f32> {
             let size = matrix.len() / ranks;
-            matrix[self.link.rank * size..][..size].chunks_exact(hidden).map(|w| dot(w, x)).collect()
+            matrix[self.link.member * size..][..size].chunks_exact(hidden).map(|w| dot(w, x)).collect()
         };
         let mut projected = Projected { channels: Vec::new(), gates: Vec::new() };
         for x in rows.chunks_exact(hidden) {
@@ -170,7 +171,7 @@ impl Worker<'_> {
         let all = weights.sizes.value_heads * weights.sizes.value_dim;
         let own = all / self.link.world;
         let row = |x: &[f32]| -> Vec<f32> {
-            let columns = |row: &[f32]| dot(&row[self.link.rank * own..][..own], x);
+            let columns = |row: &[f32]| dot(&row[self.link.member * own..][..own], x);
             weights.output.chunks_exact(all).map(columns).collect()
         };
         self.update(Part::Recurrent, stream, out.chunks_exact(own).flat_map(row).collect())
@@ -187,18 +188,67 @@ impl Step<'_> {
         memory: &mut StackMemory,
     ) -> Result<Vec<Vec<f32>>, EngineError> {
         let crash = |text: String| EngineError::Crash { text };
-        let policies = &self.scene.policies.stack.recurrent;
         let number = self.plan.number(layer);
         let plan =
             self.plan.recurrent.ok_or_else(|| crash(format!("layer {layer} is recurrent without a plan")))?;
-        let weights = &self.weights.recurrent[(policies.weights)(number)];
+        let weights = &self.weights.recurrent[(self.scene.policies.stack.recurrent.weights)(number)];
         let projected = passage.all(self, |worker, stream| {
             Ok(worker.project_recurrent(stream, &normed[worker.link.rank], weights))
         })?;
-        let inputs = self.recurrent_inputs(&projected, weights)?;
+        let whole = self.gather_recurrent(&projected, passage)?;
+        let (pcp, tp) = (self.lanes.all.len(), self.scene.configuration.tp);
+        let mut outs = Vec::new();
+        for lane in 0..pcp {
+            let members = &whole[lane * tp..(lane + 1) * tp];
+            let (out, [state, window]) =
+                self.recurrent_step(number, lane, (plan, weights), members, &mut memory.states[lane])?;
+            for rank in 0..tp {
+                let seen = &mut passage.seen[lane * tp + rank];
+                seen.kda_state.extend(part(&state, tp, rank));
+                seen.kda_window.extend(part(&window, tp, rank));
+                // rows of padding come out as zeros
+                let width = weights.sizes.value_heads / tp * weights.sizes.value_dim;
+                let mut own = part(&out, tp, rank);
+                own.resize(self.rows.tokens.len() * width, 0.0);
+                outs.push(self.local(lane * tp + rank, &own));
+            }
+        }
+        self.write_rows(layer - number, &whole, memory)?;
+        for ((seen, own), out) in passage.seen.iter_mut().zip(projected).zip(&outs) {
+            seen.kda_channels.extend(own.channels);
+            seen.kda_gates.extend(own.gates);
+            seen.kda_out.extend(out);
+        }
+        passage.all(self, |worker, stream| worker.recurrent_update(stream, &outs[worker.link.rank], weights))
+    }
+
+    /// What is projected of the rows of the whole batch, on every rank.
+    fn gather_recurrent(
+        &self,
+        projected: &[Projected],
+        passage: &mut Passage,
+    ) -> Result<Vec<Projected>, EngineError> {
+        let mut gather = |of: fn(&Projected) -> &Vec<f32>| {
+            self.gathered(Gathered::States, projected.iter().map(|own| of(own).clone()).collect(), passage)
+        };
+        let (channels, gates) = (gather(|own| &own.channels)?, gather(|own| &own.gates)?);
+        Ok(channels.into_iter().zip(gates).map(|(channels, gates)| Projected { channels, gates }).collect())
+    }
+
+    /// A step of a recurrent layer on one rank of prefill context parallelism, over all rows: outputs of all its ranks, and their states and windows.
+    fn recurrent_step(
+        &self,
+        number: usize,
+        lane: usize,
+        (plan, weights): (KdaPlan, &RecurrentWeights),
+        projected: &[Projected],
+        memory: &mut [KdaMemory],
+    ) -> Result<(Vec<f32>, [Vec<f32>; 2]), EngineError> {
+        let policies = &self.scene.policies.stack.recurrent;
+        let inputs = self.recurrent_inputs(projected, weights)?;
         let configuration = self.scene.configuration;
         let source = (policies.states)(number, self.weights.recurrent.len());
-        let mut states = memory.states[number].with_states_of(&memory.states[source]);
+        let mut states = memory[number].with_states_of(&memory[source]);
         let kda = (policies.kda)(number, self.scene.policies.kda);
         let reply = states.step(&inputs, plan, (configuration.tp, configuration.dcp), &kda)?;
         let slots = |name: &str| -> Result<Vec<i64>, EngineError> { Ok(inputs.get(name)?.to_i64()) };
@@ -207,29 +257,12 @@ impl Step<'_> {
                 states.copy(write as usize, read as usize);
             }
         }
-        memory.states[number] = states;
-        self.write_rows(layer - number, &projected, memory)?;
-        let outputs = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(reply.outputs.get(name)?.to_f32()) };
-        let (out, state, window) = (outputs("out")?, outputs("state")?, outputs("window")?);
-        let ranks = projected.len();
-        let of_rank = |all: &[f32], rank: usize| part(all, ranks, rank);
-        // rows of padding come out as zeros
-        let width = weights.sizes.value_heads / ranks * weights.sizes.value_dim;
-        let outs: Vec<Vec<f32>> = (0..ranks)
-            .map(|rank| {
-                let mut own = of_rank(&out, rank);
-                own.resize(self.rows.tokens.len() * width, 0.0);
-                own
-            })
-            .collect();
-        for (rank, (seen, own)) in passage.seen.iter_mut().zip(projected).enumerate() {
-            seen.kda_channels.extend(own.channels);
-            seen.kda_gates.extend(own.gates);
-            seen.kda_out.extend(&outs[rank]);
-            seen.kda_state.extend(of_rank(&state, rank));
-            seen.kda_window.extend(of_rank(&window, rank));
+        let keeps = self.scene.policies.stack.lanes.keeps;
+        if keeps(lane, self.lanes.all.len(), !self.lanes.is_whole()) {
+            memory[number] = states;
         }
-        passage.all(self, |worker, stream| worker.recurrent_update(stream, &outs[worker.link.rank], weights))
+        let outputs = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(reply.outputs.get(name)?.to_f32()) };
+        Ok((outputs("out")?, [outputs("state")?, outputs("window")?]))
     }
 
     /// A step of Kimi delta attention of what all ranks have projected.
@@ -306,12 +339,8 @@ impl Step<'_> {
     }
 }
 
-/// States of every recurrent layer of a plan, those of earlier steps kept.
-pub(super) fn remember(states: &mut Vec<KdaMemory>, plan: &StackPlan) {
-    states.resize_with(plan.layers.max(states.len()), KdaMemory::default);
-}
-
-/// Shapes behind the axis of ranks of what recurrent layers show, by name: of `layers` of them, a step's rows and requests.
+/// Shapes behind the axis of ranks of what recurrent layers show, by name: of `layers` of them over so many ranks
+/// of tensor parallelism, a rank's rows and the step's requests.
 pub(super) fn shapes(
     sizes: RecurrentSizes,
     layers: usize,

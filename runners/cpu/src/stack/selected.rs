@@ -4,6 +4,7 @@ use shardcheck_engine::{EngineError, LayerKind, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::Step;
+use super::lanes::Lane;
 use crate::attend::listing;
 use crate::derive::failed;
 use crate::memory::Metadata;
@@ -13,8 +14,13 @@ use crate::selected::{Plan, Selection};
 pub type SelectionPolicy = fn(LayerKind, Option<usize>) -> Option<usize>;
 
 impl Step<'_> {
-    /// What a layer goes by, listed by the metadata of each rank; `None` where it attends to all that its rows see.
-    pub(super) fn selection(&self, layer: usize, metadata: &[Metadata]) -> Result<Option<Plan>, EngineError> {
+    /// What a layer goes by for the rows of a rank of prefill context parallelism, listed by the metadata of each of its ranks; `None` where it attends to all that its rows see.
+    pub(super) fn selection(
+        &self,
+        layer: usize,
+        lane: &Lane,
+        metadata: &[Metadata],
+    ) -> Result<Option<Plan>, EngineError> {
         let (policies, grids) = (self.scene.policies, self.scene.grids);
         let crash = |text: String| EngineError::Crash { text };
         let kind = self.plan.kind(layer);
@@ -37,8 +43,13 @@ impl Step<'_> {
         let part = entries
             .get(number * rows * top_k..(number + 1) * rows * top_k)
             .ok_or_else(|| crash(format!("layer {layer} has no selection among {count}")))?;
-        let inputs = Tensors::new().with("topk", Tensor::from_i32(&[rows, top_k], part));
-        let selection = Selection::read(&inputs, self.scene.batch, list)?;
+        let own = |place: &Option<usize>| match place {
+            Some(row) => part[row * top_k..(row + 1) * top_k].to_vec(),
+            None => vec![-1; top_k],
+        };
+        let part: Vec<i32> = lane.rows.places.iter().flat_map(own).collect();
+        let inputs = Tensors::new().with("topk", Tensor::from_i32(&[lane.rows.places.len(), top_k], &part));
+        let selection = Selection::read(&inputs, &lane.batch, list)?;
         let lists_of = |metadata: &Metadata| {
             let grid = &grids.lengths;
             let row_lens =

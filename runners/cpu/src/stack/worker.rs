@@ -10,12 +10,15 @@ use super::weights::{FeedForward, Weights};
 use crate::communicator::{Link, Stop};
 use crate::kda::normed;
 
-/// Rows of a step, as every layer has them.
+/// Rows of a step, or those of a rank of prefill context parallelism, as every layer has them.
+#[derive(Debug, Clone, Default)]
 pub struct Rows {
     /// Token of each row.
     pub tokens: Vec<usize>,
     /// Position of each row; 0 for padding.
     pub positions: Vec<usize>,
+    /// Row of the batch that each row is; none for padding.
+    pub places: Vec<Option<usize>>,
 }
 
 /// One rank.
@@ -24,9 +27,9 @@ pub struct Worker<'a> {
     pub plan: StackPlan,
     /// Weights of all ranks.
     pub weights: &'a Weights,
-    /// Rows of the step.
+    /// The rank's rows of the step.
     pub rows: &'a Rows,
-    /// The rank's end of the mailbox; all ranks are one group.
+    /// The rank's end of the mailbox; a group is all ranks, or all of one rank of prefill context parallelism.
     pub link: &'a Link<'a>,
     /// Ranks W of decode context parallelism.
     pub dcp: usize,
@@ -74,7 +77,7 @@ impl Worker<'_> {
         match self.plan.stream {
             StreamLayout::Whole => 0..each,
             StreamLayout::Sharded => {
-                let first = (self.policies.first_row)(self.link.rank, each);
+                let first = (self.policies.first_row)(self.link.member, each);
                 first..first + each
             }
         }
@@ -94,7 +97,7 @@ impl Worker<'_> {
     /// Embeds the tokens: each rank those of its part of the vocabulary, zeros for all others, then their sum.
     pub fn embed(&self) -> Result<Vec<f32>, Stop> {
         let (sizes, policies) = (&self.weights.sizes, self.policies);
-        let own = (policies.entries)(self.link.rank, self.ranks(), sizes.vocabulary);
+        let own = (policies.entries)(self.link.member, self.ranks(), sizes.vocabulary);
         let mut all = Vec::new();
         for token in &self.rows.tokens {
             let known = if own.contains(token) { Some(*token) } else { (policies.foreign)(*token, &own) };
@@ -165,7 +168,7 @@ impl Worker<'_> {
                 vector
             };
             let head = sizes.key_dim * sizes.hidden;
-            let first = self.link.rank * sizes.heads;
+            let first = self.link.member * sizes.heads;
             for number in first..first + sizes.heads {
                 query.extend(turned(&weights.query[number * head..(number + 1) * head]));
             }
@@ -195,7 +198,7 @@ impl Worker<'_> {
     ) -> Result<Vec<f32>, Stop> {
         let sizes = &self.weights.sizes;
         let own = sizes.heads * sizes.up_dim;
-        let first = (self.policies.output_head)(self.link.rank, self.link.rank % self.dcp, sizes.heads);
+        let first = (self.policies.output_head)(self.link.member, self.link.member % self.dcp, sizes.heads);
         let columns = first * sizes.up_dim..first * sizes.up_dim + own;
         let row = |x: &[f32]| -> Vec<f32> {
             let matrix = self.weights.latent[layer].output.chunks_exact(sizes.all_heads * sizes.up_dim);
@@ -217,7 +220,7 @@ impl Worker<'_> {
         let FeedForward::Mlp(mlp) = &self.weights.feed_forward[layer] else {
             return Err(Stop::crash(format!("layer {layer} has no MLP")));
         };
-        let inner = (self.policies.part)(self.link.rank, self.ranks(), mlp.inner);
+        let inner = (self.policies.part)(self.link.member, self.ranks(), mlp.inner);
         for (x, sum) in normed.chunks_exact(hidden).zip(part.chunks_exact_mut(hidden)) {
             mlp.add(x, inner.clone(), 1.0, sum);
         }
@@ -257,7 +260,7 @@ impl Worker<'_> {
     /// Logits of all rows over the whole vocabulary, and the token of each.
     pub fn logits(&self, normed: &[f32]) -> Result<(Vec<f32>, Vec<i32>), Stop> {
         let (sizes, policies, ranks) = (&self.weights.sizes, self.policies, self.ranks());
-        let own = (policies.entries)(self.link.rank, ranks, sizes.vocabulary);
+        let own = (policies.entries)(self.link.member, ranks, sizes.vocabulary);
         let entries = &self.weights.head[own.start * sizes.hidden..own.end * sizes.hidden];
         let row = |x: &[f32]| -> Vec<f32> {
             entries.chunks_exact(sizes.hidden).map(|weights| dot(weights, x)).collect()
@@ -265,7 +268,7 @@ impl Worker<'_> {
         let part: Vec<Vec<f32>> = normed.chunks_exact(sizes.hidden).map(row).collect();
         let shards = self.link.exchange("gather_logits", part)?;
         let (mut logits, mut tokens) = (Vec::new(), Vec::new());
-        for row in 0..self.count() {
+        for row in 0..normed.len() / sizes.hidden {
             let shard = |rank: &usize| shards[*rank].get(row).cloned().unwrap_or_default();
             let mut all: Vec<f32> = (policies.shard_order)(ranks).iter().flat_map(shard).collect();
             all.resize(sizes.vocabulary, 0.0);

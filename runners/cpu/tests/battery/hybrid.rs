@@ -96,6 +96,7 @@ fn plan(stream: StreamLayout, latent: bool) -> StackPlan {
         recurrent: Some(KdaPlan { gate: KdaGate::Softplus, slots: 3, drafts: 2, chunk: 2 }),
         list: Some(SlotList::Packed),
         drafts: 0,
+        pcp: None,
     }
 }
 

@@ -73,6 +73,7 @@ impl Battery<'_> {
                     recurrent: None,
                     list: None,
                     drafts: 0,
+                    pcp: None,
                 };
                 let operation = Operation::Forward { plan };
                 let reply = step(session.as_mut(), &operation, &mut inputs(number, requests, *padding));

@@ -102,6 +102,12 @@ fn an_operation_survives_a_json_round_trip() {
                 recurrent: None,
                 list: None,
                 drafts: 2,
+                pcp: Some(StackPcp {
+                    world: 2,
+                    strategy: PcpStrategy::Zigzag,
+                    decodes: PcpDecodes::Replicated,
+                    merged: true,
+                }),
             },
         },
     ] {

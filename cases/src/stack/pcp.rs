@@ -1,0 +1,121 @@
+//! Ranks of prefill context parallelism in a stack: which of a step's rows are a prompt's, and what goes together.
+
+use shardcheck_engine::{PcpDecodes, PcpStrategy, StackPcp};
+
+use super::script::Script;
+use super::{StackCase, StackTurn};
+use crate::id::Tokens;
+use crate::{CaseError, RunKind, Turn};
+
+/// Most ranks.
+const MAX_STACK_PCP: usize = 8;
+
+/// Reads what [`StackCase::spell_pcp`] wrote.
+pub(super) fn read(tokens: &mut Tokens) -> Result<Option<StackPcp>, String> {
+    let Some(world) = tokens.take_number("pcp") else { return Ok(None) };
+    let strategy = tokens.need("strategy of pcp", &PcpStrategy::ALL, PcpStrategy::name)?;
+    let decodes = tokens.need("word for decodes", &PcpDecodes::ALL, PcpDecodes::name)?;
+    Ok(Some(StackPcp { world, strategy, decodes, merged: tokens.take_flag("merged") }))
+}
+
+/// Whether the rows of each request of a run are a prompt's: those of a step of any number of rows that are no drafts.
+fn prefills(turn: &Turn, drafted: &[i32]) -> Vec<bool> {
+    let is_prompt =
+        |index: usize| turn.kind == RunKind::Verify && drafted.get(index).is_none_or(|drafts| *drafts == 0);
+    (0..turn.requests.len()).map(is_prompt).collect()
+}
+
+impl StackTurn {
+    /// Whether the rows of each request are a prompt's, which ranks of prefill context parallelism share out by another rule.
+    pub fn prefills(&self) -> Vec<bool> {
+        prefills(&self.turn, &self.drafted)
+    }
+}
+
+impl StackCase {
+    /// Last part of a stack's id before its session, such as `.pcp2.zigzag.replicated.merged`.
+    pub(super) fn spell_pcp(&self) -> String {
+        let Some(StackPcp { world, strategy, decodes, merged }) = self.pcp else { return String::new() };
+        format!(".pcp{world}.{strategy}.{decodes}{}", if merged { ".merged" } else { "" })
+    }
+
+    /// Checks the ranks, and the runs of the session for them.
+    pub(super) fn check_pcp(&self, turns: &[Turn], script: &Script) -> Result<(), CaseError> {
+        let fail = |reason: String| Err(CaseError::OutOfRange(reason));
+        let Some(StackPcp { world, strategy, decodes, merged }) = self.pcp else { return Ok(()) };
+        if !(2..=MAX_STACK_PCP).contains(&world) {
+            return fail(format!("pcp is {world}; it must be between 2 and {MAX_STACK_PCP}, or left out"));
+        }
+        let goes_with = match strategy {
+            PcpStrategy::RoundRobin => decodes != PcpDecodes::Owned,
+            PcpStrategy::HeadTailOrWhole | PcpStrategy::Zigzag => decodes == PcpDecodes::Replicated,
+            PcpStrategy::HeadTail | PcpStrategy::Contiguous => decodes != PcpDecodes::Split,
+        };
+        if !goes_with {
+            return fail(format!("strategy {strategy} does not go with {decodes} decodes"));
+        }
+        if merged && self.mixture.is_none() {
+            return fail("experts are merged over pcp, and there are none (e)".to_owned());
+        }
+        let shortest = 2 * world;
+        for (index, turn) in turns.iter().enumerate() {
+            let drafted = script.runs.get(index).map_or(&[][..], |run| &run.drafted);
+            let prefills = prefills(turn, drafted);
+            let short = turn
+                .new_tokens
+                .iter()
+                .zip(prefills)
+                .find(|(rows, is_prompt)| *is_prompt && (1..shortest).contains(*rows));
+            if let Some((rows, _)) = short.filter(|_| strategy == PcpStrategy::Zigzag) {
+                return fail(format!(
+                    "zigzag takes prompts without rows or with {shortest} and more, not {rows}"
+                ));
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{Body, Case};
+
+    const ID: &str = "stack/l2.h24.i20.v37.sharded.e6.k2.d1.pcp2.head_tail.replicated.merged/tiny-mla/tp2.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/drafts/v0+9,1+3_d0,1/7";
+
+    #[test]
+    fn an_id_reads_back_with_its_ranks() {
+        let case = Case::read_back(ID);
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        let pcp = body.plan().pcp.unwrap();
+        assert_eq!((pcp.world, pcp.strategy, pcp.merged), (2, PcpStrategy::HeadTail, true));
+        let inputs = crate::generate_stack(body, 7).unwrap();
+        assert_eq!(inputs.turns.iter().map(StackTurn::prefills).collect::<Vec<_>>(), [[true; 2], [false; 2]]);
+    }
+
+    #[test]
+    fn drafts_are_no_rows_of_a_prompt() {
+        let id =
+            ID.replacen(".e6.k2.d1", ".wired.m3.r2", 1).replacen(".merged", "", 1).replacen("_d0,1", "", 1);
+        let case = id.replacen("h24", "h88", 1).parse::<Case>().unwrap_or_else(|error| panic!("{error}"));
+        let Body::Stack(body) = &case.body else { panic!("another body") };
+        let inputs = crate::generate_stack(body, 7).unwrap();
+        let prefills: Vec<Vec<bool>> = inputs.turns.iter().map(StackTurn::prefills).collect();
+        assert_eq!(prefills, [[true; 2], [false; 2], [false; 2]]);
+    }
+
+    #[test]
+    fn ranks_that_can_not_be_are_refused_with_the_reason() {
+        for (from, to, reason) in [
+            ("pcp2", "pcp1", "pcp is 1"),
+            ("pcp2", "pcp9", "between 2 and 8"),
+            ("head_tail.", "", "strategy of pcp is missing"),
+            ("head_tail.replicated", "head_tail.split", "does not go with"),
+            ("head_tail", "zigzag", "zigzag takes prompts without rows or with 4 and more, not 3"),
+            (".e6.k2.d1", "", "experts are merged"),
+        ] {
+            let error = ID.replacen(from, to, 1).parse::<Case>().unwrap_err().to_string();
+            assert!(error.contains(reason), "{from} {to}: {error}");
+        }
+    }
+}
