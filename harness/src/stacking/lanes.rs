@@ -58,23 +58,18 @@ impl Lanes {
         let real: usize = turn.turn.new_tokens.iter().sum();
         let rows = match material.sharing(turn) {
             None => vec![padded((0..real).collect(), real + turn.turn.padded_rows)],
-            Some(sharing) => {
-                let shape = [sharing.world, sharing.padded];
-                let shown = observed.observable("rows", Dtype::I64, &shape).ok().map(|rows| rows.to_i64());
-                match shown {
-                    Some(shown) => {
-                        let known = |row: &i64| usize::try_from(*row).ok().filter(|row| *row < real);
-                        let of_rank = |rank: usize| {
-                            shown[rank * shape[1]..(rank + 1) * shape[1]].iter().map(known).collect()
-                        };
-                        (0..sharing.world).map(of_rank).collect()
-                    }
-                    None => {
-                        let of_rank = |rank: usize| padded(sharing.rows_of(rank), sharing.padded);
-                        (0..sharing.world).map(of_rank).collect()
-                    }
+            Some(sharing) => match shown_rows(observed, &sharing) {
+                Some((width, shown)) => {
+                    let known = |row: &i64| usize::try_from(*row).ok().filter(|row| *row < real);
+                    let of_rank =
+                        |rank: usize| shown[rank * width..(rank + 1) * width].iter().map(known).collect();
+                    (0..sharing.world).map(of_rank).collect()
                 }
-            }
+                None => {
+                    let of_rank = |rank: usize| padded(sharing.rows_of(rank), sharing.padded);
+                    (0..sharing.world).map(of_rank).collect()
+                }
+            },
         };
         let mut holders = vec![Vec::new(); real];
         for (rank, own) in rows.iter().enumerate() {
@@ -125,6 +120,13 @@ impl Lanes {
         };
         self.holders[row].iter().flat_map(of).collect()
     }
+}
+
+/// Rows of each rank as an engine shows them, with the number of them on a rank, its own as long as all ranks have the same.
+pub fn shown_rows(observed: &Observed, sharing: &SharingMaterial) -> Option<(usize, Vec<i64>)> {
+    let width = observed.reply.outputs.find("rows")?.shape().last().copied()?;
+    let rows = observed.observable("rows", Dtype::I64, &[sharing.world, width]).ok()?;
+    Some((width, rows.to_i64()))
 }
 
 fn padded(rows: Vec<usize>, count: usize) -> Vec<Option<usize>> {

@@ -2,10 +2,11 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use shardcheck_cases::{Case, Family, SuiteName, suite};
+use shardcheck_cases::{Case, Family, StackCase, SuiteName, suite};
 use shardcheck_cpu::{CpuEngine, fault, faults};
-use shardcheck_engine::Engine;
+use shardcheck_engine::{Engine, StackPcp};
 
+use crate::laboratory::{Observed, Watched};
 use crate::material::Material;
 use crate::stacking::WholeRun;
 use crate::verdicts::findings;
@@ -26,6 +27,36 @@ fn the_embedded_engine_is_right_on_every_stack_of_the_gate() {
             assert!(failed.is_empty() && compared > 10_000, "{}: {compared}, {failed:#?}", case.id());
         }
     }
+}
+
+#[test]
+fn rows_that_are_shared_out_give_the_bits_of_one_rank_whatever_the_strategy() {
+    let engine = shardcheck_cpu::engine();
+    let mut compared = 0;
+    for case in cases(SuiteName::Gate, 2).into_iter().chain(cases(SuiteName::Nightly, 2)) {
+        let Material::Stack(shared) = Material::of(&case, engine.profile()).unwrap() else { panic!() };
+        let Some(pcp) = shared.case.pcp else { continue };
+        // sums over more ranks are rounded more often
+        let own = StackPcp { merged: false, ..pcp };
+        let shared = shared.variant(&StackCase { pcp: Some(own), ..shared.case.clone() }).unwrap();
+        let alone = shared.variant(&StackCase { pcp: None, ..shared.case.clone() }).unwrap();
+        let [shared_steps, alone_steps] =
+            [&shared, &alone].map(|material| material.play(&Watched::new(&engine)).unwrap());
+        for (turn, (one, other)) in alone.inputs.turns.iter().zip(shared_steps.iter().zip(&alone_steps)) {
+            let rows: usize = turn.turn.new_tokens.iter().sum();
+            let of_rows = |observed: &Observed| {
+                let logits = observed.reply.outputs.get("logits").unwrap();
+                let [_, all, width] = logits.shape()[..] else { panic!("three axes") };
+                let of_rank = |rank: &[f32]| rank[..rows * width].to_vec();
+                logits.to_f32().chunks_exact(all * width).map(of_rank).collect::<Vec<_>>()
+            };
+            let (one, other) = (of_rows(one), of_rows(other));
+            assert_eq!(one.len(), pcp.world * other.len());
+            assert!(one.iter().all(|rank| *rank == other[0]), "{}, {}", case.id(), alone.name(turn));
+            compared += rows;
+        }
+    }
+    assert!(compared > 300, "{compared}");
 }
 
 #[test]

@@ -14,6 +14,7 @@ mod heads;
 mod hybrid;
 mod kda;
 mod kv_groups;
+mod lanes;
 mod layout;
 mod lse;
 mod mixtures;
@@ -198,6 +199,7 @@ pub fn faults() -> &'static [Fault] {
             sharing::FAULTS,
             kda::FAULTS,
             stack::FAULTS,
+            lanes::FAULTS,
             drafts::FAULTS,
         ]
         .concat()

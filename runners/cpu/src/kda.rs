@@ -200,6 +200,14 @@ impl KdaMemory {
         Self { ranks: self.ranks.iter().zip(&other.ranks).map(of_rank).collect() }
     }
 
+    /// The same slots with zeros in them.
+    pub fn emptied(mut self) -> Self {
+        let states = self.ranks.iter_mut().flat_map(BTreeMap::values_mut).flat_map(|slot| &mut slot.behind);
+        let values = states.flat_map(|states| states.window.iter_mut().chain(&mut states.heads));
+        values.for_each(|values| values.fill(0.0));
+        self
+    }
+
     /// Leaves in one slot what another one holds.
     pub fn copy(&mut self, from: usize, to: usize) {
         for slots in &mut self.ranks {

@@ -1,13 +1,14 @@
 //! A stack over ranks of prefill context parallelism: who has which rows, and how they come together.
 
 use shardcheck_cases::{Body, Case};
+use shardcheck_formats::Dtype;
 
 use super::super::{Property, broken};
 use super::{STACK, every_run, grid};
 use crate::finding::{Finding, Measured, Stage};
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Laboratory};
-use shardcheck_formats::Dtype;
+use crate::stacking::shown_rows;
 
 pub(in crate::properties) const PROPERTIES: &[Property] = &[
     Property {
@@ -41,17 +42,21 @@ fn rows(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut compared = 0;
     for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
         let Some(sharing) = material.sharing(turn) else { continue };
-        let seen = observed.observable("rows", Dtype::I64, &[sharing.world, sharing.padded])?.to_i64();
-        for (rank, own) in seen.chunks_exact(sharing.padded.max(1)).enumerate() {
+        let Some((width, seen)) = shown_rows(observed, &sharing) else {
+            // missing, or something else
+            observed.observable("rows", Dtype::I64, &[sharing.world, sharing.padded])?;
+            continue;
+        };
+        for (rank, own) in seen.chunks_exact(width.max(1)).enumerate() {
             let wanted: Vec<i64> = sharing.rows_of(rank).into_iter().map(|row| row as i64).collect();
-            let (mut found, padding) = own.split_at(wanted.len());
-            let sorted = &mut found.to_vec();
-            sorted.sort_unstable();
-            found = sorted;
-            if found != wanted || padding.iter().any(|row| *row != -1) {
+            let (found, padding) = own.split_at(wanted.len().min(width));
+            let mut found = found.to_vec();
+            found.sort_unstable();
+            if found != wanted || width != sharing.padded || padding.iter().any(|row| *row != -1) {
                 let headline = format!(
-                    "{}: rank {rank} of prefill context parallelism runs rows {own:?}; its own are {wanted:?}, and padding behind them",
-                    material.name(turn)
+                    "{}: rank {rank} of prefill context parallelism runs rows {own:?}; its own are {wanted:?}, and padding behind them up to {}",
+                    material.name(turn),
+                    sharing.padded
                 );
                 return Err(broken(headline, Stage::Layout));
             }

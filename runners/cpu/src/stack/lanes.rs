@@ -36,10 +36,8 @@ pub struct LanePolicies {
     pub restore: fn(Gathered, &Shares) -> Vec<i64>,
     /// Whether rows of other ranks come to a rank at all: `(what for, rank)`.
     pub comes: fn(Gathered, usize) -> bool,
-    /// Whether a rank keeps the states of recurrent layers: `(rank, ranks, whether rows are shared out)`.
+    /// Whether the states of recurrent layers are left on a rank, and not zeros: `(rank, ranks, whether rows are shared out)`.
     pub keeps: fn(usize, usize, bool) -> bool,
-    /// Whether experts that are shared out over all ranks get the rows of all.
-    pub merges: fn(bool) -> bool,
 }
 
 impl LanePolicies {
@@ -51,7 +49,6 @@ impl LanePolicies {
         restore: |_, shares| prefill::restore(shares),
         comes: |_, _| true,
         keeps: |_, _, _| true,
-        merges: |merged| merged,
     };
 }
 
@@ -138,7 +135,7 @@ impl Lane {
         let visible = |local: &Local| {
             let request = request(local);
             let behind = batch.starts[request + 1] as usize - 1 - local.row;
-            (own.visible)(batch.seq_lens[request] - behind, local.in_chunk)
+            batch.seq_lens[request] - behind
         };
         let table = batch.table.of_rows(&locals.iter().map(request).collect::<Vec<_>>());
         let part = Batch {
@@ -147,6 +144,8 @@ impl Lane {
             rows: count,
             table,
         };
+        let seen = |local: &Local| (own.visible)(visible(local), local.in_chunk);
+        let attended = Batch { seq_lens: locals.iter().map(seen).collect(), ..part.clone() };
         let mut lane = Rows::default();
         for (place, local) in locals.iter().enumerate() {
             lane.tokens.push(rows.tokens[local.row]);
@@ -157,7 +156,7 @@ impl Lane {
         lane.positions.resize(count, 0);
         lane.places.resize(count, None);
         let of_rank =
-            |seen: &Metadata| Metadata { kind: StepKind::Attend, batch: part.clone(), ..seen.clone() };
+            |seen: &Metadata| Metadata { kind: StepKind::Attend, batch: attended.clone(), ..seen.clone() };
         Self { metadata: scene.metadata.iter().map(of_rank).collect(), batch: part, rows: lane }
     }
 }

@@ -257,7 +257,7 @@ impl Step<'_> {
 
     /// How experts are shared out, with one that every row has beside them or without.
     fn experts_plan(&self, shared: bool) -> MoePlan {
-        let merged = self.plan.pcp.is_some_and(|pcp| (self.scene.policies.stack.lanes.merges)(pcp.merged));
+        let merged = self.plan.pcp.is_some_and(|pcp| pcp.merged);
         MoePlan {
             dp: 1,
             pcp: self.lanes.all.len(),

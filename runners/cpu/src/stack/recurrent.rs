@@ -258,9 +258,8 @@ impl Step<'_> {
             }
         }
         let keeps = self.scene.policies.stack.lanes.keeps;
-        if keeps(lane, self.lanes.all.len(), !self.lanes.is_whole()) {
-            memory[number] = states;
-        }
+        let is_kept = keeps(lane, self.lanes.all.len(), !self.lanes.is_whole());
+        memory[number] = if is_kept { states } else { states.emptied() };
         let outputs = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(reply.outputs.get(name)?.to_f32()) };
         Ok((outputs("out")?, [outputs("state")?, outputs("window")?]))
     }

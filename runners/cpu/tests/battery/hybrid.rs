@@ -2,8 +2,8 @@
 //! recycled slot, padding.
 
 use shardcheck_engine::{
-    ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, Renormalise, Router, Scoring, SlotList,
-    StackExperts, StackPlan, StreamLayout, Tensor, Tensors,
+    ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, PcpDecodes, PcpStrategy, Renormalise, Router,
+    Scoring, SlotList, StackExperts, StackPcp, StackPlan, StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -71,7 +71,7 @@ const STEPS: [([Request; 2], usize); 6] = [
     ([[12, 1, 0, 1, 0], [2, 1, 1, 1, 1]], 1),
 ];
 
-fn plan(stream: StreamLayout, latent: bool) -> StackPlan {
+fn plan(stream: StreamLayout, latent: bool, pcp: Option<StackPcp>) -> StackPlan {
     let router = Router {
         scoring: Scoring::Sigmoid,
         choice: ExpertChoice::Biased,
@@ -96,21 +96,46 @@ fn plan(stream: StreamLayout, latent: bool) -> StackPlan {
         recurrent: Some(KdaPlan { gate: KdaGate::Softplus, slots: 3, drafts: 2, chunk: 2 }),
         list: Some(SlotList::Packed),
         drafts: 0,
-        pcp: None,
+        pcp,
     }
 }
 
 impl Battery<'_> {
     pub(super) fn hybrids(&mut self) {
-        for (stream, latent) in [(StreamLayout::Whole, true), (StreamLayout::Sharded, false)] {
+        let chunks = StackPcp {
+            world: 2,
+            strategy: PcpStrategy::HeadTail,
+            decodes: PcpDecodes::Replicated,
+            merged: false,
+        };
+        let turns = StackPcp {
+            world: 3,
+            strategy: PcpStrategy::RoundRobin,
+            decodes: PcpDecodes::Split,
+            merged: true,
+        };
+        for (stream, latent, pcp) in [
+            (StreamLayout::Whole, true, None),
+            (StreamLayout::Sharded, false, None),
+            (StreamLayout::Whole, true, Some(chunks)),
+            (StreamLayout::Sharded, false, Some(turns)),
+        ] {
             let scene = Scene::small(RANKS).with(|scene| scene.configuration.dcp = 2);
             let mut session = scene.open(self.engine);
             for (number, (requests, padding)) in STEPS.iter().enumerate() {
-                let operation = Operation::Forward { plan: plan(stream, latent) };
+                let operation = Operation::Forward { plan: plan(stream, latent, pcp) };
                 let mut given = inputs(number, requests, *padding, latent);
+                if pcp.is_some() {
+                    let prompts = requests.map(|request| u64::from(request[1] > 1));
+                    given.insert("is_prefilling", Tensor::from_codes(Dtype::U8, &[2], &prompts));
+                }
                 let reply = step(session.as_mut(), &operation, &mut given);
-                let names: Vec<&str> =
-                    SHOWN.into_iter().filter(|name| latent || !name.starts_with("latent")).collect();
+                let of_ranks = ["rows", "restored"].into_iter().filter(|_| pcp.is_some());
+                let names: Vec<&str> = SHOWN
+                    .into_iter()
+                    .filter(|name| latent || !name.starts_with("latent"))
+                    .chain(of_ranks)
+                    .collect();
                 self.reply("stack", &names, &reply);
             }
         }
