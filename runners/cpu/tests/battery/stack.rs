@@ -93,6 +93,7 @@ impl Battery<'_> {
             recurrent: None,
             list: None,
             drafts: 3,
+            pcp: None,
         };
         let operation = Operation::Forward { plan };
         // drafts of the second step that are taken from what the target gave for the rows before them

@@ -1,7 +1,7 @@
 //! Operations read back as they were written, and their tensors are named once.
 
 use super::*;
-use crate::{KdaGate, StreamLayout};
+use crate::{KdaGate, StackPcp, StreamLayout};
 
 #[test]
 fn every_operation_names_its_tensors_once() {
