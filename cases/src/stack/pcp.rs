@@ -95,9 +95,8 @@ mod tests {
 
     #[test]
     fn drafts_are_no_rows_of_a_prompt() {
-        let id =
-            ID.replacen(".e6.k2.d1", ".wired.m3.r2", 1).replacen(".merged", "", 1).replacen("_d0,1", "", 1);
-        let case = id.replacen("h24", "h88", 1).parse::<Case>().unwrap_or_else(|error| panic!("{error}"));
+        let case = "stack/l2.h40.i9.v8.whole.wired.m3.r2.pcp2.head_tail.replicated/tiny-mla/mla24+8v12.tp2.dcp2.h1.s1.b2.n40.bf16.ag_rs/drafts/v0+5,1+6/7";
+        let case = case.parse::<Case>().unwrap_or_else(|error| panic!("{error}"));
         let Body::Stack(body) = &case.body else { panic!("another body") };
         let inputs = crate::generate_stack(body, 7).unwrap();
         let prefills: Vec<Vec<bool>> = inputs.turns.iter().map(StackTurn::prefills).collect();

@@ -137,7 +137,7 @@ fn projections(
             };
             Ok(grid(&seen.shape[..3]).map(row).collect())
         },
-        |scene, at| in_layer(scene, at),
+        in_layer,
     )
 }
 
