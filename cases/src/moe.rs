@@ -83,7 +83,7 @@ impl MoeCase {
             tensors.insert(name, Tensor::from_f32(Dtype::Bf16, shape, &values));
         };
         insert("hidden", &[self.tokens(), hidden], self.rows(seed));
-        let is_gated = self.plan.activation == Activation::SiluGated;
+        let is_gated = self.plan.activation.is_gated();
         if is_gated {
             insert("w_gate", &[experts, inner, hidden], self.matrix(Stream::Gate, seed, experts, hidden));
         }
@@ -124,7 +124,13 @@ impl MoeCase {
     /// `[count, inner, hidden]`: the identity, or drawn.
     fn matrix(&self, stream: Stream, seed: u64, count: usize, hidden: usize) -> Vec<f32> {
         if self.weights == ExpertWeights::Random {
-            return gaussians(stream, seed, count * self.inner * hidden, (hidden as f64).powf(-0.5));
+            // SiTU is bent at 4 and at 25: what lies below tells nothing of it
+            let size = match (self.plan.activation, stream) {
+                (Activation::SituGated, Stream::Gate | Stream::SharedGate) => 4.0,
+                (Activation::SituGated, _) => 16.0,
+                _ => 1.0,
+            };
+            return gaussians(stream, seed, count * self.inner * hidden, size * (hidden as f64).powf(-0.5));
         }
         let element = |index: usize| index / hidden % self.inner == index % hidden;
         (0..count * self.inner * hidden).map(|index| f32::from(u8::from(element(index)))).collect()

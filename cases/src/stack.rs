@@ -13,7 +13,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Attention, Configuration, LayerPattern, Operation, StackPcp, StackPlan, StreamLayout,
+    Activation, Attention, Configuration, LayerPattern, Operation, StackPcp, StackPlan, StreamLayout,
 };
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
@@ -29,7 +29,7 @@ use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step};
 /// Base of the rotary frequencies.
 const THETA: f64 = 10_000.0;
 /// Most layers.
-const MAX_LAYERS: usize = 64;
+const MAX_LAYERS: usize = LayerPattern::MOST;
 /// Widest stream, MLP and vocabulary.
 const MAX_STACK_WIDTH: usize = 1 << 12;
 /// Most elements of the weights, and of what all ranks show of all steps.
@@ -94,6 +94,9 @@ pub struct StackCase {
     /// How weights and tokens are laid out; absent: they are drawn.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub wiring: Option<StackWiring>,
+    /// What MLPs and experts compute: gated by silu, or by SiTU.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub situ: bool,
     /// How rows are shared out over ranks of prefill context parallelism, of which the session's ranks are one; absent: there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcp: Option<StackPcp>,
@@ -110,6 +113,7 @@ impl StackCase {
             experts: self.mixture.map(|own| own.plan()),
             pattern: self.pattern,
             recurrent: self.recurrent_plan(),
+            activation: if self.situ { Activation::SituGated } else { Activation::SiluGated },
             list: self.selection.map(|own| own.list),
             drafts: self.drafts(),
             pcp: self.pcp,
@@ -250,7 +254,7 @@ impl StackCase {
     }
 
     /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
-    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them;
+    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them; `.situ` for MLPs and experts that are gated by SiTU;
     /// `.pcp2.zigzag.replicated` for ranks of prefill context parallelism, with `.merged` where experts are shared out over all of them.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
@@ -260,8 +264,9 @@ impl StackCase {
         let selection = self.selection.map_or(String::new(), |own| own.spell());
         let wiring = self.wiring.map_or(String::new(), |own| own.spell());
         let pcp = self.spell_pcp();
+        let situ = if self.situ { ".situ" } else { "" };
         format!(
-            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}{pcp}"
+            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}{situ}{pcp}"
         )
     }
 
@@ -272,6 +277,7 @@ impl StackCase {
         let (pattern, recurrence, selection) = recurrence::read_pattern(&mut tokens)?;
         let wiring = StackWiring::read(&mut tokens)?;
         let pcp = pcp::read(&mut tokens)?;
+        let situ = tokens.take_flag("situ");
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -283,6 +289,7 @@ impl StackCase {
             recurrence,
             selection,
             wiring,
+            situ,
             pcp,
             session,
         };
@@ -318,6 +325,7 @@ mod tests {
                 experts: None,
                 pattern: None,
                 recurrent: None,
+                activation: Activation::SiluGated,
                 list: None,
                 drafts: 0,
                 pcp: None,

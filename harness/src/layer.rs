@@ -4,12 +4,12 @@ use std::sync::OnceLock;
 
 use shardcheck_cases::{ExpertWeights, MoeCase};
 use shardcheck_engine::{
-    Configuration, ExpertSharding, MoeExchange, MoePlan, Operation, OperationKind, Profile, SharedExpert,
-    Tensor, Tensors,
+    Activation, Configuration, ExpertSharding, MoeExchange, MoePlan, Operation, OperationKind, Profile,
+    SharedExpert, Tensor, Tensors,
 };
 use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::bound::interval;
-use shardcheck_references::moe::{Addend, Mlp, Reduction, Term, combine, mlp};
+use shardcheck_references::moe::{Addend, Gating, Mlp, Reduction, Term, combine, mlp};
 
 use crate::judge::Allowed;
 use crate::routing::Routing;
@@ -155,13 +155,17 @@ impl MoeMaterial {
         })
     }
 
+    fn gating(&self) -> Gating {
+        gating(self.case.plan.activation)
+    }
+
     fn token(&self, token: usize, x: &[f32], weights: &[Option<Vec<f32>>; 6]) -> Option<Vec<TokenOutput>> {
         let size = self.case.hidden * self.case.inner;
         let [gate, up, down, shared_gate, shared_up, shared_down] = weights;
         let shared = (self.case.plan.shared != SharedExpert::None).then(|| {
             let (up, down) =
                 (shared_up.as_deref().unwrap_or_default(), shared_down.as_deref().unwrap_or_default());
-            mlp(&Mlp { gate: shared_gate.as_deref(), up, down }, x, &self.contract)
+            mlp(&Mlp { gate: shared_gate.as_deref(), up, down, gating: self.gating() }, x, &self.contract)
         });
         let own = |matrix: &'_ Vec<f32>, expert: usize| matrix[expert * size..(expert + 1) * size].to_vec();
         let term = |expert: usize| -> Term {
@@ -169,7 +173,11 @@ impl MoeMaterial {
             let (up, down) =
                 (up.as_ref().map(|up| own(up, expert)), down.as_ref().map(|down| own(down, expert)));
             let (up, down) = (up.unwrap_or_default(), down.unwrap_or_default());
-            mlp(&Mlp { gate: gate.as_deref(), up: &up, down: &down }, x, &self.contract)
+            mlp(
+                &Mlp { gate: gate.as_deref(), up: &up, down: &down, gating: self.gating() },
+                x,
+                &self.contract,
+            )
         };
         let outputs = self.routing.sets(token)?.into_iter().map(|experts| {
             let terms: Vec<Term> = experts.iter().map(|expert| term(*expert)).collect();
@@ -201,6 +209,14 @@ impl MoeMaterial {
         let is_shared = column == MoeCase::column(self.case.experts);
         self.case.weights == ExpertWeights::Tagged
             && (!is_shared || self.case.plan.shared != SharedExpert::Replicated || shares.is_power_of_two())
+    }
+}
+
+/// How the references name what gate and up-projection are multiplied as.
+pub fn gating(activation: Activation) -> Gating {
+    match activation {
+        Activation::SituGated => Gating::Situ,
+        Activation::SiluGated | Activation::Linear => Gating::Silu,
     }
 }
 

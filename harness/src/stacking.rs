@@ -20,12 +20,13 @@ use shardcheck_formats::{Contract, Dtype};
 use shardcheck_references::bound::interval;
 use shardcheck_references::kda::Near;
 use shardcheck_references::layout::Layout;
-use shardcheck_references::moe::Mlp;
+use shardcheck_references::moe::{Gating, Mlp};
 use shardcheck_references::stack;
 
 use crate::event::Coverage;
 use crate::judge::Allowed;
 use crate::laboratory::{Halt, Observed, Run, Watched};
+use crate::layer::gating;
 use crate::material::AttentionMaterial;
 
 pub use keys::KeyStore;
@@ -144,6 +145,11 @@ impl StackMaterial {
         all
     }
 
+    /// How gates and up-projections go together.
+    pub fn gating(&self) -> Gating {
+        gating(self.case.plan().activation)
+    }
+
     /// What a session of the case is opened with.
     pub fn configuration(&self) -> &Configuration {
         self.case.configuration()
@@ -240,7 +246,12 @@ impl StackMaterial {
 
     /// What an MLP adds to the stream of a row, given its weights: gate, up and down.
     pub fn feed_forward_update(&self, [gate, up, down]: [&[f32]; 3], normed: &[f32]) -> Vec<Near> {
-        stack::feed_forward(&Mlp { gate: Some(gate), up, down }, normed, self.ranks(), &self.contract)
+        stack::feed_forward(
+            &Mlp { gate: Some(gate), up, down, gating: self.gating() },
+            normed,
+            self.ranks(),
+            &self.contract,
+        )
     }
 
     /// Logits of the experts of a layer, by its number among those that have some.

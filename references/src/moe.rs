@@ -7,7 +7,7 @@
 mod experts;
 mod router;
 
-pub use experts::{Addend, Mlp, Reduction, Term, combine, mlp, mlp_of};
+pub use experts::{Addend, Gating, Mlp, Reduction, Term, combine, mlp, mlp_of};
 pub use router::{
     Choice, Fill, Renormalise, Rule, Scores, Scoring, Weights, admits, scores, selections, weights,
 };

@@ -178,6 +178,7 @@ mod tests {
     use shardcheck_formats::dtype::Dtype;
 
     use super::*;
+    use crate::moe::Gating;
 
     fn contract() -> Contract {
         Contract { u_acc: U32, depth: Depth::Any, ..Contract::bf16_default(Merge::AgRsBf16) }
@@ -241,7 +242,8 @@ mod tests {
 
     #[test]
     fn an_mlp_over_ranks_is_the_mlp_and_a_stream_the_sum() {
-        let weights = Mlp { gate: Some(&[0.0, 1.0]), up: &[1.0, 1.0], down: &[2.0, -3.0] };
+        let weights =
+            Mlp { gate: Some(&[0.0, 1.0]), up: &[1.0, 1.0], down: &[2.0, -3.0], gating: Gating::Silu };
         let seen = feed_forward(&weights, &[2.0], 2, &contract());
         // silu(0)·2 and silu(2)·2
         close(seen[0].value, -3.0 * 2.0 * 2.0 / (1.0 + (-2f64).exp()));
@@ -253,7 +255,7 @@ mod tests {
     #[test]
     fn experts_add_up_by_their_weights_and_an_error_of_a_weight_moves_the_sum() {
         let [one, two] = [[1.0f32], [-2.0]];
-        let expert = |down| Mlp { gate: None, up: &[1.0], down };
+        let expert = |down| Mlp { gate: None, up: &[1.0], down, gating: Gating::Silu };
         let seen = |error: f64| {
             mixture(&[(0.75, error, expert(&one)), (0.5, 0.0, expert(&two))], &[4.0], 1, &contract())[0]
         };

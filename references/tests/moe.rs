@@ -8,8 +8,8 @@ use shardcheck_formats::contract::{Contract, Depth, Merge};
 use shardcheck_formats::recipe::Counter;
 use shardcheck_formats::round_bf16;
 use shardcheck_references::moe::{
-    Addend, Choice, Fill, Mlp, Reduction, Renormalise, Rule, Scores, Scoring, admits, combine, mlp, scores,
-    selections, weights,
+    Addend, Choice, Fill, Gating, Mlp, Reduction, Renormalise, Rule, Scores, Scoring, admits, combine, mlp,
+    scores, selections, weights,
 };
 
 fn rule() -> Rule {
@@ -165,7 +165,11 @@ fn experts_in_32_bits_over_any_sharing_lie_within_their_bounds() {
         let (gate, up, down, x) =
             (draw(hidden * inner), draw(hidden * inner), draw(hidden * inner), draw(hidden));
         let is_gated = round % 3 > 0;
-        let term = mlp(&Mlp { gate: is_gated.then_some(&gate[..]), up: &up, down: &down }, &x, &contract);
+        let term = mlp(
+            &Mlp { gate: is_gated.then_some(&gate[..]), up: &up, down: &down, gating: Gating::Silu },
+            &x,
+            &contract,
+        );
         let weight = 0.75f32;
         let addend = Addend { weight: f64::from(weight), weight_error: 0.0, term: &term };
         let (out, bound) = combine(&[addend], hidden, Reduction { ranks }, &contract);
@@ -350,12 +354,13 @@ fn layers_of_deepseek_and_qwen_come_out_as_the_oracle_says() {
                         gate: Some(&of[..block]),
                         up: &of[block..],
                         down: &down[expert * block..(expert + 1) * block],
+                        gating: Gating::Silu,
                     };
                     mlp(&weights, &x, &contract)
                 })
                 .collect();
             if let [Some(gate), Some(up), Some(down)] = &shared {
-                terms.push(mlp(&Mlp { gate: Some(gate), up, down }, &x, &contract));
+                terms.push(mlp(&Mlp { gate: Some(gate), up, down, gating: Gating::Silu }, &x, &contract));
             }
             let weight = |index: usize| weights.value.get(index).copied().unwrap_or(1.0);
             let addends: Vec<Addend<'_>> = terms

@@ -110,6 +110,10 @@ fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
             "w_uv" => 1.0 / (unit * (attention.value_dim() as f64).sqrt()),
             // what attention gives is a mean, and smaller than what it is a mean of
             "w_output" => 2.0 / attended.sqrt(),
+            // SiTU is bent at 4 and at 25, and gives as much at most
+            "w_gate" | "expert_gate" if case.situ => 4.0 / hidden.sqrt(),
+            "w_up" | "expert_up" if case.situ => 16.0 / hidden.sqrt(),
+            "w_down" | "expert_down" if case.situ => 0.125 / inner.sqrt(),
             "w_down" | "expert_down" => 2.0 / inner.sqrt(),
             // scores of experts far enough apart that most rows have one set of them
             "w_router" => 2.0 / hidden.sqrt(),

@@ -118,6 +118,8 @@ impl Count {
 enum Experts {
     /// Random and gated.
     Gated,
+    /// Random and gated by SiTU.
+    Situ,
     /// Random and linear.
     Linear,
     /// The identity.
@@ -192,7 +194,7 @@ impl MoePart {
             renormalise: Renormalise::SumAndTiny,
             scale: if is_tagged { 1.0 } else { 2.5 },
         };
-        let is_random = matches!(kind, Experts::Gated | Experts::Linear);
+        let is_random = matches!(kind, Experts::Gated | Experts::Situ | Experts::Linear);
         let inner = if is_random { INNER } else { HIDDEN };
         let split = if exchange == MoeExchange::Sliced { tp } else { pcp * tp };
         MoeCase {
@@ -205,14 +207,18 @@ impl MoePart {
                 exchange,
                 sharding: self.shardings[row[2]],
                 shared,
-                activation: if kind == Experts::Gated { Activation::SiluGated } else { Activation::Linear },
+                activation: match kind {
+                    Experts::Gated => Activation::SiluGated,
+                    Experts::Situ => Activation::SituGated,
+                    _ => Activation::Linear,
+                },
             },
             dp_tokens: self.tokens[row[7]].of_groups(dp, split),
             hidden: HIDDEN,
             inner,
             shared_inner: if shared == SharedExpert::None { 0 } else { inner },
             weights: match kind {
-                Experts::Gated | Experts::Linear => ExpertWeights::Random,
+                Experts::Gated | Experts::Situ | Experts::Linear => ExpertWeights::Random,
                 Experts::Identity => ExpertWeights::Identity,
                 Experts::Tagged => ExpertWeights::Tagged,
             },

@@ -53,7 +53,12 @@ impl StackMaterial {
             .enumerate()
             .map(|(index, expert)| {
                 let gate = Some(of("expert_gate", *expert));
-                let mlp = Mlp { gate, up: of("expert_up", *expert), down: of("expert_down", *expert) };
+                let mlp = Mlp {
+                    gate,
+                    up: of("expert_up", *expert),
+                    down: of("expert_down", *expert),
+                    gating: self.gating(),
+                };
                 (weights.value[index], weights.error[index], mlp)
             })
             .collect();
@@ -72,7 +77,7 @@ impl StackMaterial {
         self.case.mixture.filter(|own| own.shared > 0)?;
         let [gate, up, down] =
             ["shared_gate", "shared_up", "shared_down"].map(|name| self.weight(name, Some(mixture)));
-        Some(Mlp { gate: Some(gate), up, down })
+        Some(Mlp { gate: Some(gate), up, down, gating: self.gating() })
     }
 
     /// A row behind the norm of latent experts.

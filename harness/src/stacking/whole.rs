@@ -8,7 +8,7 @@ use std::sync::{MutexGuard, PoisonError};
 use shardcheck_cases::StackTurn;
 use shardcheck_engine::StackPlan;
 use shardcheck_references::kda::Near;
-use shardcheck_references::moe::Mlp;
+use shardcheck_references::moe::{Gating, Mlp};
 use shardcheck_references::stack::exact;
 use shardcheck_references::whole::{FeedForward, Layer, Setting};
 
@@ -207,7 +207,7 @@ fn weights(material: &StackMaterial, layer: usize) -> Layer<'_> {
     let of = |name: &str| material.weight(name, Some(layer));
     let mlp = |dense: usize| {
         let [gate, up, down] = ["w_gate", "w_up", "w_down"].map(|name| material.weight(name, Some(dense)));
-        FeedForward::Mlp(Mlp { gate: Some(gate), up, down })
+        FeedForward::Mlp(Mlp { gate: Some(gate), up, down, gating: Gating::Silu })
     };
     let feed_forward = match (layer < plan.layers, layer.checked_sub(plan.dense())) {
         (true, Some(mixture)) => {
@@ -217,7 +217,7 @@ fn weights(material: &StackMaterial, layer: usize) -> Layer<'_> {
             let size = material.case.hidden * material.case.inner;
             let expert = |index: usize| {
                 let [gate, up, down] = all.map(|own| &own[index * size..(index + 1) * size]);
-                Mlp { gate: Some(gate), up, down }
+                Mlp { gate: Some(gate), up, down, gating: Gating::Silu }
             };
             let router = material.weight("w_router", Some(mixture));
             FeedForward::Experts { router, experts: (0..count).map(expert).collect() }

@@ -7,6 +7,18 @@ use shardcheck_formats::dtype::Dtype;
 use crate::bound::{U32, gamma};
 use crate::kda::Near;
 
+/// What a gate and an up-projection are multiplied as.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Gating {
+    /// `g σ(g) · u`.
+    Silu,
+    /// `4 tanh(g / 4) σ(g) · 25 tanh(u / 25)` (Kimi-K3).
+    Situ,
+}
+
+/// Largest value of a gate's part of SiTU, and of its up-projection's.
+const SITU: [f64; 2] = [4.0, 25.0];
+
 /// Weights of a gated or linear MLP, row-major, exact.
 #[derive(Debug, Clone, Copy)]
 pub struct Mlp<'a> {
@@ -16,6 +28,8 @@ pub struct Mlp<'a> {
     pub up: &'a [f32],
     /// `[hidden, inner]`.
     pub down: &'a [f32],
+    /// How gate and up-projection go together, where there is a gate.
+    pub gating: Gating,
 }
 
 /// What an MLP gives, element by element.
@@ -44,6 +58,9 @@ pub fn mlp(weights: &Mlp<'_>, x: &[f32], contract: &Contract) -> Term {
 /// error of (4·kexp + 6)u, so `Δa = (sΔg + (4·kexp + 6)u(|silu| + sΔg))(|u| + Δu) + |silu|Δu + u|a|` with the slope s, below `(1 + |x|)eˣ`
 /// as well where all that the gate may be lies below an x < 0, and half a unit of `p_dtype` for storing it; `Δy = Σ Δa|w| + γ(depth + 2, u_acc)Σ(|a| + Δa)|w|`.
 ///
+/// SiTU's gate is nowhere steeper than silu, since `|tanh t| ≤ |t|` and tanh has a slope below 1, which is that of its other part too. A tanh of
+/// exponentials is off by `(2·kexp + 4)u` beside its relative error, as it may be a difference of numbers near 1.
+///
 /// # Panics
 /// When shapes do not fit.
 pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
@@ -67,11 +84,22 @@ pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
                 return (up, stored(up, up_error));
             };
             let (gate, gate_error) = row(gate, index);
-            let silu = gate / (1.0 + (-gate).exp());
-            let moved = slope(gate + gate_error) * gate_error;
-            let silu_error = moved + (4.0 * contract.kexp + 6.0) * U32 * (silu.abs() + moved);
-            let value = silu * up;
-            let error = silu_error * (up.abs() + up_error) + silu.abs() * up_error + U32 * value.abs();
+            let open = 1.0 / (1.0 + (-gate).exp());
+            let (open, up) = match weights.gating {
+                Gating::Silu => {
+                    (Near { value: gate * open, error: 0.0 }, Near { value: up, error: up_error })
+                }
+                Gating::Situ => {
+                    let gate = bent(Near { value: gate, error: 0.0 }, SITU[0], contract);
+                    let up = bent(Near { value: up, error: up_error }, SITU[1], contract);
+                    (Near { value: gate.value * open, error: gate.error * open }, up)
+                }
+            };
+            let moved = slope(gate + gate_error) * gate_error + open.error;
+            let silu_error = moved + (4.0 * contract.kexp + 6.0) * U32 * (open.value.abs() + moved);
+            let value = open.value * up.value;
+            let error =
+                silu_error * (up.value.abs() + up.error) + open.value.abs() * up.error + U32 * value.abs();
             (value, stored(value, error * (1.0 + U32)))
         })
         .collect();
@@ -86,6 +114,14 @@ pub fn mlp_of(weights: &Mlp<'_>, x: &[Near], contract: &Contract) -> Term {
         term.reach.push(reach + error);
     }
     term
+}
+
+/// `m tanh(x / m)`: three roundings, a tanh of exponentials.
+fn bent(x: Near, most: f64, contract: &Contract) -> Near {
+    let value = most * (x.value / most).tanh();
+    let argument = U32 * (x.value.abs() + x.error);
+    let relative = (4.0 * contract.kexp + 6.0) * U32 * (value.abs() + x.error + argument);
+    Near { value, error: x.error + argument + relative + (2.0 * contract.kexp + 4.0) * U32 * most }
 }
 
 /// Most that silu rises or falls anywhere below x: `|σ(x)(1 + x(1 − σ(x)))| ≤ (1 + |x|)eˣ` for x < 0, which grows up to 0.
@@ -177,8 +213,11 @@ mod tests {
     fn a_linear_mlp_is_off_by_both_its_products_and_what_is_stored_between_them() {
         let (x, up, down) =
             ([1.5f32, -0.5], [1.0f32, 2.0, -1.0, 0.5, 3.0, -2.0], [1.0f32, -2.0, 0.5, -1.0, 4.0, 2.0]);
-        let term =
-            mlp(&Mlp { gate: None, up: &up, down: &down }, &x, &contract(Some(Dtype::Bf16), Merge::A2a));
+        let term = mlp(
+            &Mlp { gate: None, up: &up, down: &down, gating: Gating::Silu },
+            &x,
+            &contract(Some(Dtype::Bf16), Merge::A2a),
+        );
         // values 0.5, −1.75 and 5.5 of products whose sizes are 2.5, 1.75 and 5.5; bf16 has units of 2⁻⁸, 2⁻⁷ and 2⁻⁵ above them
         let active = [0.5, -1.75, 5.5];
         let sizes = [2.5, 1.75, 5.5].map(|size| chain(2.0 + 3.0 + 1.0) * size);
@@ -198,7 +237,7 @@ mod tests {
     #[test]
     fn a_gated_mlp_is_off_by_its_gate_its_silu_and_its_up_projection_as_well() {
         for (gate, up) in [(-0.5f32, -2.0f32), (0.75, 1.25), (2.0, -0.5)] {
-            let weights = Mlp { gate: Some(&[gate]), up: &[up], down: &[-3.0] };
+            let weights = Mlp { gate: Some(&[gate]), up: &[up], down: &[-3.0], gating: Gating::Silu };
             let term = mlp(&weights, &[1.5], &contract(None, Merge::A2a));
             let [g, u] = [gate, up].map(|weight| f64::from(weight) * 1.5);
             let [of_gate, of_up] = [g, u].map(|value| chain(1.0 + 3.0 + 1.0) * value.abs());
@@ -215,6 +254,25 @@ mod tests {
             near(term.out[0], -3.0 * value);
             near(term.error[0], wanted);
             near(term.reach[0], 3.0 * (value.abs() + error) + wanted);
+        }
+    }
+
+    #[test]
+    fn situ_bends_both_factors_and_its_gate_is_nowhere_steeper_than_silu() {
+        let weights = |gating| Mlp { gate: Some(&[6.0]), up: &[40.0], down: &[1.0], gating };
+        let term = mlp(&weights(Gating::Situ), &[1.0], &contract(None, Merge::A2a));
+        let wanted = 4.0 * 1.5f64.tanh() / (1.0 + (-6f64).exp()) * 25.0 * 1.6f64.tanh();
+        near(term.out[0], wanted);
+        let silu = mlp(&weights(Gating::Silu), &[1.0], &contract(None, Merge::A2a));
+        assert!(silu.out[0] > 2.0 * term.out[0], "{} {}", silu.out[0], term.out[0]);
+        assert!(term.error[0] < 1e-4 * term.out[0], "{:?}", term);
+        let situ = |x: f64| 4.0 * (x / 4.0).tanh() / (1.0 + (-x).exp());
+        for step in -1200..800 {
+            let x = f64::from(step) / 100.0;
+            for below in [0.01, 0.5, 3.0] {
+                let risen = (situ(x) - situ(x - below)).abs() / below;
+                assert!(risen <= slope(x), "{x} {below}: {risen}");
+            }
         }
     }
 

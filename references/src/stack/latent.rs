@@ -28,12 +28,13 @@ mod tests {
 
     use super::*;
     use crate::bound::U32;
+    use crate::moe::Gating;
 
     #[test]
     fn the_projection_and_the_shared_expert_add_up_and_ranks_cost_a_rounding() {
         let contract = Contract { u_acc: U32, depth: Depth::Any, ..Contract::bf16_default(Merge::AgRsBf16) };
         let (up, normed, x) = ([1.0, -2.0, 0.5, 0.25], [3.0, 1.0], [4.0, -1.0]);
-        let shared = Mlp { gate: None, up: &[1.0, 1.0], down: &[2.0, -3.0] };
+        let shared = Mlp { gate: None, up: &[1.0, 1.0], down: &[2.0, -3.0], gating: Gating::Silu };
         let alone = lifted(&up, &normed, None, 1, &contract);
         assert_eq!([alone[0].value, alone[1].value], [1.0, 1.75]);
         let one = lifted(&up, &normed, Some((&shared, &x)), 1, &contract);

@@ -8,6 +8,7 @@ use shardcheck_formats::dtype::Dtype;
 
 use super::*;
 use crate::bound::U32;
+use crate::moe::Gating;
 
 const HIDDEN: usize = 6;
 const HEADS: usize = 2;
@@ -56,7 +57,7 @@ impl Owned {
             key: &self.key,
             up: &self.up,
             output: &self.output,
-            feed_forward: FeedForward::Mlp(Mlp { gate: Some(gate), up, down }),
+            feed_forward: FeedForward::Mlp(Mlp { gate: Some(gate), up, down, gating: Gating::Silu }),
         }
     }
 }

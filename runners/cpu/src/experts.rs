@@ -82,6 +82,24 @@ pub struct MoePolicies {
     pub returned: fn(usize, usize) -> usize,
     /// Expert whose weights a rank takes for an expert: `(expert, experts of the rank)`.
     pub weights_of: fn(usize, &Range<usize>) -> usize,
+    /// How a gate and an up-projection go together.
+    pub gating: fn(Activation) -> Gating,
+}
+
+/// What an inner element is: `(gate, up)`.
+pub type Gating = fn(f32, f32) -> f32;
+
+/// How gate and up-projection of a gated activation go together.
+pub fn gating(activation: Activation) -> Gating {
+    match activation {
+        Activation::SituGated => |gate, up| situ(gate) * (25.0 * (up / 25.0).tanh()),
+        Activation::SiluGated | Activation::Linear => |gate, up| gate / (1.0 + (-gate).exp()) * up,
+    }
+}
+
+/// The gate's part of SiTU.
+pub fn situ(gate: f32) -> f32 {
+    4.0 * (gate / 4.0).tanh() / (1.0 + (-gate).exp())
 }
 
 impl MoePolicies {
@@ -111,6 +129,7 @@ impl MoePolicies {
         cut: |_, _| 0,
         returned: |place, _| place,
         weights_of: |expert, _| expert,
+        gating,
     };
 }
 
@@ -144,6 +163,8 @@ pub(crate) struct Mlp {
     pub down: Vec<f32>,
     /// Inner width.
     pub inner: usize,
+    /// How gate and up-projection go together.
+    pub gating: Gating,
 }
 
 /// What all ranks of a layer have in common.
@@ -247,10 +268,11 @@ impl<'a> Layer<'a> {
         let read = |names: [&str; 3], count: usize, inner: usize| -> Result<Vec<Mlp>, EngineError> {
             let single = count == 0;
             let shape = |a: usize, b: usize| if single { vec![a, b] } else { vec![count, a, b] };
-            let gate = match plan.activation {
-                Activation::SiluGated => Some(floats(names[0], Dtype::Bf16, &shape(inner, hidden))?),
-                Activation::Linear => None,
+            let gate = match plan.activation.is_gated() {
+                true => Some(floats(names[0], Dtype::Bf16, &shape(inner, hidden))?),
+                false => None,
             };
+            let gating = (policies.gating)(plan.activation);
             let up = floats(names[1], Dtype::Bf16, &shape(inner, hidden))?;
             let down = floats(names[2], Dtype::Bf16, &shape(hidden, inner))?;
             let size = inner * hidden;
@@ -261,6 +283,7 @@ impl<'a> Layer<'a> {
                     up: own(&up, index),
                     down: own(&down, index),
                     inner,
+                    gating,
                 })
                 .collect())
         };
@@ -514,10 +537,7 @@ impl Mlp {
             .clone()
             .map(|index| {
                 let up = dot(&self.up, index);
-                round_bf16(self.gate.as_ref().map_or(up, |gate| {
-                    let gate = dot(gate, index);
-                    gate / (1.0 + (-gate).exp()) * up
-                }))
+                round_bf16(self.gate.as_ref().map_or(up, |gate| (self.gating)(dot(gate, index), up)))
             })
             .collect();
         for (index, sum) in sum.iter_mut().enumerate() {

@@ -227,7 +227,8 @@ pub fn forward(
     plan: StackPlan,
     memory: &mut StackMemory,
 ) -> Result<Reply, EngineError> {
-    let weights = Weights::read(inputs, &plan, scene.configuration)?;
+    let gating = (scene.policies.moe.gating)(plan.activation);
+    let weights = Weights::read(inputs, &plan, scene.configuration, gating)?;
     let rows = rows(scene, inputs, &weights.sizes)?;
     let lanes = Lanes::of(scene, plan.pcp, &rows, inputs)?;
     let ranks = scene.configuration.tp * lanes.all.len();

@@ -109,6 +109,7 @@ fn part_of_stack(property: &str) -> &str {
         "ranks" | "run" => "tokens",
         "router" => "router_logits",
         "experts" => "topk_ids",
+        "pcp-rows" => "rows",
         shown => shown,
     }
 }

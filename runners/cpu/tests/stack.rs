@@ -5,7 +5,8 @@ mod scene;
 use scene::{Scene, step};
 use shardcheck_cpu::engine;
 use shardcheck_engine::{
-    Answer, Attention, Engine, Operation, Reply, Session, StackPlan, StreamLayout, Tensor, Tensors,
+    Activation, Answer, Attention, Engine, Operation, Reply, Session, StackPlan, StreamLayout, Tensor,
+    Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -42,6 +43,7 @@ fn forward(layers: usize, stream: StreamLayout) -> Operation {
             experts: None,
             pattern: None,
             recurrent: None,
+            activation: Activation::SiluGated,
             list: None,
             drafts: 0,
             pcp: None,

@@ -169,7 +169,7 @@ impl<'a> Layer<'a> {
             let read = |name: &str, rows: usize, columns: usize| {
                 upload(name, Dtype::Bf16, &[count, &[rows, columns]].concat())
             };
-            let is_gated = plan.activation == Activation::SiluGated;
+            let is_gated = plan.activation.is_gated();
             let gate = is_gated.then(|| read(gate, inner, hidden)).transpose()?;
             let (up, down) = (read(up, inner, hidden)?, read(down, hidden, inner)?);
             Ok(Mlp { gate, up: Some(up), down: Some(down), inner })
@@ -402,7 +402,11 @@ fn extents(plan: &MoePlan) -> LayerShape {
             SharedExpert::Replicated => 1,
             SharedExpert::Sharded => 2,
         },
-        is_gated: i32::from(plan.activation == Activation::SiluGated),
+        is_gated: match plan.activation {
+            Activation::Linear => 0,
+            Activation::SiluGated => 1,
+            Activation::SituGated => 2,
+        },
         hidden: 0,
         inner: 0,
         shared_inner: 0,

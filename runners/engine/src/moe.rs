@@ -96,6 +96,15 @@ vocabulary! {
         Linear = "linear",
         /// `W_down (silu(W_gate x) · W_up x)`.
         SiluGated = "silu_gated",
+        /// `W_down (s(W_gate x) · l(W_up x))` with `s(g) = 4 tanh(g / 4) σ(g)` and `l(u) = 25 tanh(u / 25)` (SiTU of Kimi-K3).
+        SituGated = "situ_gated",
+    }
+}
+
+impl Activation {
+    /// Whether it has a gate beside the up-projection.
+    pub fn is_gated(self) -> bool {
+        self != Self::Linear
     }
 }
 

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use crate::operation::Provenance::{Given, Observable, Output};
 use crate::operation::spec;
 use crate::prefill::{LOCAL_ROWS, PREFILLING};
-use crate::{KdaPlan, SlotList, TensorSpec, vocabulary};
+use crate::{Activation, KdaPlan, SlotList, TensorSpec, vocabulary};
 
 pub use layers::{LayerKind, LayerPattern};
 pub use mixture::StackExperts;
@@ -47,6 +47,9 @@ pub struct StackPlan {
     /// Gate, slots and chunks of the recurrent layers, alike in all of them; absent where there is none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub recurrent: Option<KdaPlan>,
+    /// What an MLP or an expert computes; absent: `W_down (silu(W_gate x) · W_up x)`.
+    #[serde(default = "silu", skip_serializing_if = "is_silu")]
+    pub activation: Activation,
     /// How a rank lists the slots of selected tokens; absent where no layer has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub list: Option<SlotList>,
@@ -66,6 +69,14 @@ pub struct StackPlan {
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
+}
+
+fn silu() -> Activation {
+    Activation::SiluGated
+}
+
+fn is_silu(activation: &Activation) -> bool {
+    *activation == silu()
 }
 
 impl StackPlan {
@@ -180,7 +191,7 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "w_gate",
         Given,
         "bf16 [D+M, I, h]",
-        "of the MLP silu(gate)·up of the D layers that have one, and of a draft head; a rank has the inner elements from r·I / ranks on, rounded down",
+        "of the gated MLP of the D layers that have one, and of a draft head; a rank has the inner elements from r·I / ranks on, rounded down",
     ),
     spec("w_up", Given, "bf16 [D+M, I, h]", "likewise"),
     spec("w_down", Given, "bf16 [D+M, h, I]", "likewise, columns"),
@@ -374,6 +385,7 @@ mod tests {
             experts: None,
             pattern: None,
             recurrent: None,
+            activation: Activation::SiluGated,
             list: None,
             drafts: 0,
             pcp: None,
@@ -391,6 +403,7 @@ mod tests {
             experts: None,
             pattern: Some("kkmkm".parse().unwrap()),
             recurrent: None,
+            activation: Activation::SiluGated,
             list: None,
             drafts: 0,
             pcp: None,
@@ -410,6 +423,7 @@ mod tests {
             experts: None,
             pattern: Some("msrksrr".parse().unwrap()),
             recurrent: None,
+            activation: Activation::SiluGated,
             list: Some(SlotList::Packed),
             drafts: 0,
             pcp: None,
@@ -429,6 +443,7 @@ mod tests {
             experts: None,
             pattern: Some("km".parse().unwrap()),
             recurrent: None,
+            activation: Activation::SiluGated,
             list: None,
             drafts: 0,
             pcp: None,

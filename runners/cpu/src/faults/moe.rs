@@ -1,9 +1,9 @@
 //! Faults of a layer of experts: tokens, experts, padding and sums on the wrong rank, twice, or not at all.
 
-use shardcheck_engine::{MoeExchange, SharedExpert};
+use shardcheck_engine::{Activation, MoeExchange, SharedExpert};
 
 use super::{Fault, FaultClass};
-use crate::experts::{MoePolicies, slice_rows};
+use crate::experts::{MoePolicies, gating, situ, slice_rows};
 
 pub(super) const FAULTS: &[Fault] = &[
     Fault {
@@ -257,11 +257,32 @@ pub(super) const FAULTS: &[Fault] = &[
                 |plan| (MoePolicies::HEALTHY.gathers)(plan) && plan.exchange != MoeExchange::Gathered;
         },
     },
+    Fault {
+        name: "moe-silu-in-place-of-situ",
+        title: "experts that are gated by SiTU are gated by silu, and their up-projection is not bent",
+        class: FaultClass::MoeRoute,
+        bugs: &[],
+        killed_by: &["moe.output"],
+        apply: |p| p.moe.gating = |_| gating(Activation::SiluGated),
+    },
+    Fault {
+        name: "moe-situ-bends-the-gate-alone",
+        title: "SiTU's gate is bent, and its up-projection enters as it is",
+        class: FaultClass::MoeRoute,
+        bugs: &[],
+        killed_by: &["moe.output"],
+        apply: |p| {
+            p.moe.gating = |activation| match activation {
+                Activation::SituGated => |gate, up| situ(gate) * up,
+                other => gating(other),
+            }
+        },
+    },
 ];
 
 #[cfg(test)]
 mod tests {
-    use shardcheck_engine::{Activation, ExpertSharding, MoePlan};
+    use shardcheck_engine::{ExpertSharding, MoePlan};
 
     use super::super::faulty;
     use super::*;

@@ -6,8 +6,8 @@
 use std::ops::Range;
 
 use shardcheck_engine::{
-    Activation, EngineError, ExpertChoice, ExpertSharding, MoeExchange, MoePlan, Router, SharedExpert,
-    StackPlan, Tensor, Tensors,
+    EngineError, ExpertChoice, ExpertSharding, MoeExchange, MoePlan, Router, SharedExpert, StackPlan, Tensor,
+    Tensors,
 };
 use shardcheck_formats::{Dtype, round_bf16};
 
@@ -15,7 +15,7 @@ use super::weights::{FeedForward, part};
 use super::worker::{Part, Worker, dot};
 use super::{Passage, Step};
 use crate::communicator::Stop;
-use crate::experts::{self, Mlp, MoePolicies};
+use crate::experts::{self, Gating, Mlp, MoePolicies};
 use crate::kda::normed as unit;
 
 /// What a mixture of a stack decides. Layers are numbers among all; the second number is the first layer that has experts.
@@ -270,7 +270,7 @@ impl Step<'_> {
             },
             sharding: ExpertSharding::Whole,
             shared: if shared { SharedExpert::Sharded } else { SharedExpert::None },
-            activation: Activation::SiluGated,
+            activation: self.plan.activation,
         }
     }
 
@@ -346,7 +346,8 @@ impl Step<'_> {
             seen.latent_sum.extend(out_of(rank));
             seen.latent_normed.extend(&sums[rank]);
         }
-        let shared = experts.shared.as_ref().map(mlp).transpose()?;
+        let gating = (self.scene.policies.moe.gating)(self.plan.activation);
+        let shared = experts.shared.as_ref().map(|shared| mlp(shared, gating)).transpose()?;
         passage.all(self, |worker, stream| {
             let rank = worker.link.rank;
             worker.lifted(stream, (&sums[rank], &normed[rank]), latent, shared.as_ref())
@@ -355,7 +356,7 @@ impl Step<'_> {
 }
 
 /// The expert that every row has.
-fn mlp(shared: &Tensors) -> Result<Mlp, EngineError> {
+fn mlp(shared: &Tensors, gating: Gating) -> Result<Mlp, EngineError> {
     let values = |name: &str| -> Result<Vec<f32>, EngineError> { Ok(shared.get(name)?.to_f32()) };
     let inner = shared.get("shared_up")?.shape()[0];
     Ok(Mlp {
@@ -363,5 +364,6 @@ fn mlp(shared: &Tensors) -> Result<Mlp, EngineError> {
         up: values("shared_up")?,
         down: values("shared_down")?,
         inner,
+        gating,
     })
 }

@@ -6,7 +6,7 @@ use shardcheck_formats::Dtype;
 use super::mixture::MixtureWeights;
 use super::recurrent::RecurrentWeights;
 use crate::batch::wrong_shape;
-use crate::experts::Mlp;
+use crate::experts::{Gating, Mlp};
 
 /// Sizes of a stack.
 #[derive(Debug, Clone, Copy)]
@@ -72,7 +72,7 @@ pub struct Weights {
 }
 
 impl Weights {
-    /// Reads the weights of a plan for a session with latent attention.
+    /// Reads the weights of a plan for a session with latent attention, whose MLPs are gated in one way.
     ///
     /// # Errors
     /// [`EngineError::Input`] for tensors that do not fit the plan, the session or each other.
@@ -80,6 +80,7 @@ impl Weights {
         inputs: &Tensors,
         plan: &StackPlan,
         configuration: &Configuration,
+        gating: Gating,
     ) -> Result<Self, EngineError> {
         let pair = |name: &str| -> Result<[usize; 2], EngineError> {
             let tensor = inputs.get(name)?;
@@ -127,7 +128,7 @@ impl Weights {
                 attention.value_dim(),
             )?,
             recurrent: RecurrentWeights::read(inputs, recurrent, (hidden, configuration.tp))?,
-            feed_forward: feed_forwards(inputs, plan, hidden)?,
+            feed_forward: feed_forwards(inputs, plan, hidden, gating)?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
             draft: match plan.heads_of_drafts() {
                 0 => Vec::new(),
@@ -174,7 +175,12 @@ pub fn part(all: &[f32], parts: usize, index: usize) -> Vec<f32> {
 }
 
 /// What stands behind attention in each layer: MLPs in the first ones, and in a draft head's.
-fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Vec<FeedForward>, EngineError> {
+fn feed_forwards(
+    inputs: &Tensors,
+    plan: &StackPlan,
+    hidden: usize,
+    gating: Gating,
+) -> Result<Vec<FeedForward>, EngineError> {
     let dense = plan.dense() + plan.heads_of_drafts();
     let inner = |name: &str| -> Result<usize, EngineError> {
         Ok(inputs.get(name)?.shape().last().copied().unwrap_or(0))
@@ -189,7 +195,7 @@ fn feed_forwards(inputs: &Tensors, plan: &StackPlan, hidden: usize) -> Result<Ve
         let (gate, up, down) = (gate?, up?, read("w_down", &[dense, hidden, inner])?);
         found.extend((0..dense).map(|layer| {
             let of = |all: &[f32]| part(all, dense, layer);
-            FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner })
+            FeedForward::Mlp(Mlp { gate: Some(of(&gate)), up: of(&up), down: of(&down), inner, gating })
         }));
     }
     found.extend(

@@ -34,10 +34,10 @@ impl Battery<'_> {
     pub(super) fn layers(&mut self) {
         let names = ["out", "expert_tokens", "slice_rows", "topk_ids", "topk_weights"];
         for exchange in MoeExchange::ALL {
-            for (choice, shared, tokens) in [
-                (ExpertChoice::Biased, SharedExpert::Replicated, [7, 4]),
-                (ExpertChoice::Hashed, SharedExpert::None, [1, 0]),
-                (ExpertChoice::Hashed, SharedExpert::Sharded, [5, 6]),
+            for (choice, shared, tokens, activation) in [
+                (ExpertChoice::Biased, SharedExpert::Replicated, [7, 4], Activation::Linear),
+                (ExpertChoice::Hashed, SharedExpert::None, [1, 0], Activation::SituGated),
+                (ExpertChoice::Hashed, SharedExpert::Sharded, [5, 6], Activation::Linear),
             ] {
                 if exchange == MoeExchange::Sliced && shared == SharedExpert::Sharded {
                     continue;
@@ -50,7 +50,7 @@ impl Battery<'_> {
                     exchange,
                     sharding: ExpertSharding::Whole,
                     shared,
-                    activation: Activation::Linear,
+                    activation,
                 };
                 let groups: usize = if choice == ExpertChoice::Hashed { 1 } else { 4 };
                 let router = Router {
@@ -64,12 +64,17 @@ impl Battery<'_> {
                     scale: 2.5,
                 };
                 let count: i32 = tokens.iter().sum();
+                // SiTU is bent where its factors are large
+                let size = if activation == Activation::Linear { 1.0 } else { 16.0 };
                 let bf16 = |seed: u64, shape: &[usize]| {
-                    Tensor::from_f32(Dtype::Bf16, shape, &uniform(seed, shape.iter().product()))
+                    let values: Vec<f32> =
+                        uniform(seed, shape.iter().product()).iter().map(|value| size * value).collect();
+                    Tensor::from_f32(Dtype::Bf16, shape, &values)
                 };
                 let mut inputs = routing(count as usize, 16, 3, (0.0, 0.0))
                     .with("dp_tokens", Tensor::from_i32(&[2], &tokens))
                     .with("hidden", bf16(41, &[count as usize, 6]))
+                    .with("w_gate", bf16(46, &[16, 5, 6]))
                     .with("w_up", bf16(42, &[16, 5, 6]))
                     .with("w_down", bf16(43, &[16, 6, 5]))
                     .with("shared_up", bf16(44, &[5, 6]))

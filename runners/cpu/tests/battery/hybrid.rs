@@ -2,8 +2,8 @@
 //! recycled slot, padding.
 
 use shardcheck_engine::{
-    ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, PcpDecodes, PcpStrategy, Renormalise, Router,
-    Scoring, SlotList, StackExperts, StackPcp, StackPlan, StreamLayout, Tensor, Tensors,
+    Activation, ExpertChoice, KdaGate, KdaPlan, MaskedFill, Operation, PcpDecodes, PcpStrategy, Renormalise,
+    Router, Scoring, SlotList, StackExperts, StackPcp, StackPlan, StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -38,7 +38,7 @@ const DEPTH: usize = 4;
 const WIDTH: usize = 3;
 const TAPS: usize = 3;
 
-const SHOWN: [&str; 17] = [
+const SHOWN: [&str; 18] = [
     "hidden",
     "normed",
     "update",
@@ -56,6 +56,7 @@ const SHOWN: [&str; 17] = [
     "kda_state",
     "kda_window",
     "logits",
+    "tokens",
 ];
 
 /// Length and new rows of a request; the slot that it reads (−1: new), rows that count there, the slot that it writes.
@@ -94,6 +95,7 @@ fn plan(stream: StreamLayout, latent: bool, pcp: Option<StackPcp>) -> StackPlan 
         }),
         pattern: Some(PATTERN.parse().unwrap()),
         recurrent: Some(KdaPlan { gate: KdaGate::Softplus, slots: 3, drafts: 2, chunk: 2 }),
+        activation: if latent { Activation::SiluGated } else { Activation::SituGated },
         list: Some(SlotList::Packed),
         drafts: 0,
         pcp,

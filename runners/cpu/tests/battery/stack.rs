@@ -2,8 +2,8 @@
 //! whole and one that is sharded; an MLP and experts; a draft head.
 
 use shardcheck_engine::{
-    ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring, StackExperts, StackPlan, StreamLayout,
-    Tensor, Tensors,
+    Activation, ExpertChoice, MaskedFill, Operation, Renormalise, Router, Scoring, StackExperts, StackPlan,
+    StreamLayout, Tensor, Tensors,
 };
 use shardcheck_formats::Dtype;
 
@@ -71,6 +71,7 @@ impl Battery<'_> {
                     experts: Some(MIXED),
                     pattern: None,
                     recurrent: None,
+                    activation: Activation::SiluGated,
                     list: None,
                     drafts: 0,
                     pcp: None,
@@ -91,6 +92,7 @@ impl Battery<'_> {
             experts: Some(MIXED),
             pattern: None,
             recurrent: None,
+            activation: Activation::SiluGated,
             list: None,
             drafts: 3,
             pcp: None,

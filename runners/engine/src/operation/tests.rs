@@ -1,7 +1,7 @@
 //! Operations read back as they were written, and their tensors are named once.
 
 use super::*;
-use crate::{KdaGate, StackPcp, StreamLayout};
+use crate::{Activation, KdaGate, StackPcp, StreamLayout};
 
 #[test]
 fn every_operation_names_its_tensors_once() {
@@ -100,6 +100,7 @@ fn an_operation_survives_a_json_round_trip() {
                 experts: None,
                 pattern: None,
                 recurrent: None,
+                activation: Activation::SituGated,
                 list: None,
                 drafts: 2,
                 pcp: Some(StackPcp {

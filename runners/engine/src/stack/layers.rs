@@ -43,13 +43,13 @@ impl LayerKind {
 #[serde(try_from = "String", into = "String")]
 pub struct LayerPattern {
     /// Place of each layer's kind among all kinds, two bits each.
-    places: [u64; 2],
+    places: [u64; 4],
     count: u8,
 }
 
 impl LayerPattern {
     /// Most layers.
-    pub const MOST: usize = 64;
+    pub const MOST: usize = 128;
 
     /// Kinds of layers, in order.
     pub fn kinds(&self) -> Vec<LayerKind> {
@@ -76,7 +76,7 @@ impl FromStr for LayerPattern {
         if !(1..=Self::MOST).contains(&count) {
             return Err(format!("{count} layers in the pattern {text:?}; there may be 1 to {}", Self::MOST));
         }
-        let mut places = [0; 2];
+        let mut places = [0; 4];
         for (layer, letter) in text.chars().enumerate() {
             let known = LayerKind::ALL.into_iter().position(|known| known.letter() == letter);
             let place = known.ok_or_else(|| {
@@ -122,9 +122,9 @@ mod tests {
         assert_eq!(serde_json::from_value::<LayerPattern>("kkkmm".into()).unwrap(), pattern);
         assert_eq!(pattern.first(2).unwrap().to_string(), "kk");
         assert_eq!((pattern.kind(4), pattern.kind(5)), (Some(LayerKind::Latent), None));
-        let long = "msrk".repeat(16);
+        let long = "msrk".repeat(32);
         assert_eq!(long.parse::<LayerPattern>().unwrap().to_string(), long);
-        for wrong in ["", "kx", &"m".repeat(65)] {
+        for wrong in ["", "kx", &"m".repeat(129)] {
             assert!(wrong.parse::<LayerPattern>().is_err(), "{wrong}");
         }
     }

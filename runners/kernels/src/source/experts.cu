@@ -11,7 +11,7 @@ struct Layer {
     i32 exchange;      // TokenExchange
     i32 is_split;      // ranks have a part of every expert and not whole ones
     i32 shared;        // SharedExpert
-    i32 is_gated;      // silu(gate)·up in place of up
+    i32 is_gated;      // 1: silu(gate)·up in place of up; 2: SiTU of both
     i32 hidden;        // h
     i32 inner;         // I
     i32 shared_inner;  // J
@@ -256,6 +256,12 @@ SC_DEVICE float shared_scale(const Layer &l) {
     return scaled ? 1.0f / (float)(l.dp * l.pcp) : 1.0f;
 }
 
+// most · tanh(x / most).
+SC_DEVICE float bent_at(float most, float x) {
+    const float e = natural_exp(-2.0f * (x < 0.0f ? -x : x) / most), t = most * ((1.0f - e) / (1.0f + e));
+    return x < 0.0f ? -t : t;
+}
+
 // What the inner elements of a part are of one row, in bf16. All threads of a block.
 SC_DEVICE void activate(const Layer &l, const Mlp &m, i32 expert, const Part &part, const u16 *x, u16 *active) {
     for (i32 i = part.first + SC_THREAD; i < part.last; i += SC_THREADS) {
@@ -264,7 +270,8 @@ SC_DEVICE void activate(const Layer &l, const Mlp &m, i32 expert, const Part &pa
         for (i32 d = 0; d < l.hidden; d++) up = SC_FMA(of_bf16(m.up[row + d]), of_bf16(x[d]), up);
         if (l.is_gated) {
             for (i32 d = 0; d < l.hidden; d++) gate = SC_FMA(of_bf16(m.gate[row + d]), of_bf16(x[d]), gate);
-            up *= gate / (1.0f + natural_exp(-gate));
+            const i32 bent = l.is_gated == 2;
+            up = (bent ? bent_at(4.0f, gate) : gate) / (1.0f + natural_exp(-gate)) * (bent ? bent_at(25.0f, up) : up);
         }
         active[i] = bf16_of(up);
     }
