@@ -97,6 +97,9 @@ pub struct StackCase {
     /// What MLPs and experts compute: gated by silu, or by SiTU.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub situ: bool,
+    /// Whether what attention gives passes a gate.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub output_gate: bool,
     /// How rows are shared out over ranks of prefill context parallelism, of which the session's ranks are one; absent: there are none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pcp: Option<StackPcp>,
@@ -114,6 +117,7 @@ impl StackCase {
             pattern: self.pattern,
             recurrent: self.recurrent_plan(),
             activation: if self.situ { Activation::SituGated } else { Activation::SiluGated },
+            output_gate: self.output_gate,
             list: self.selection.map(|own| own.list),
             drafts: self.drafts(),
             pcp: self.pcp,
@@ -179,6 +183,9 @@ impl StackCase {
             ("w_down", vec![dense, hidden, inner]),
             ("w_head", vec![vocabulary, hidden]),
         ];
+        if self.output_gate {
+            shapes.push(("w_output_gate", vec![layers - head, heads * up_dim, hidden]));
+        }
         if head > 0 {
             shapes.push(("w_draft", vec![hidden, 2 * hidden]));
         }
@@ -254,7 +261,7 @@ impl StackCase {
     }
 
     /// The part of an id before the session, such as `l2.h24.i20.v37.whole`, or `l2.h24.i20.v37.whole.e6.k2.d1` with experts behind one layer; then the pattern of the layers.
-    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them; `.situ` for MLPs and experts that are gated by SiTU;
+    /// `.wired.m3.r5` stands behind it for weights that are laid out, three drafts a step, and five steps of them; `.situ` for MLPs and experts that are gated by SiTU, `.gated` for attention behind a gate;
     /// `.pcp2.zigzag.replicated` for ranks of prefill context parallelism, with `.merged` where experts are shared out over all of them.
     pub(crate) fn spell(&self) -> String {
         let Self { layers, hidden, inner, vocabulary, stream, .. } = self;
@@ -265,8 +272,9 @@ impl StackCase {
         let wiring = self.wiring.map_or(String::new(), |own| own.spell());
         let pcp = self.spell_pcp();
         let situ = if self.situ { ".situ" } else { "" };
+        let gate = if self.output_gate { ".gated" } else { "" };
         format!(
-            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}{situ}{pcp}"
+            "l{layers}.h{hidden}.i{inner}.v{vocabulary}.{stream}{mixture}{pattern}{recurrence}{selection}{wiring}{situ}{gate}{pcp}"
         )
     }
 
@@ -277,7 +285,7 @@ impl StackCase {
         let (pattern, recurrence, selection) = recurrence::read_pattern(&mut tokens)?;
         let wiring = StackWiring::read(&mut tokens)?;
         let pcp = pcp::read(&mut tokens)?;
-        let situ = tokens.take_flag("situ");
+        let (situ, output_gate) = (tokens.take_flag("situ"), tokens.take_flag("gated"));
         let case = Self {
             layers: tokens.need_number("l")?,
             hidden: tokens.need_number("h")?,
@@ -290,6 +298,7 @@ impl StackCase {
             selection,
             wiring,
             situ,
+            output_gate,
             pcp,
             session,
         };
@@ -326,6 +335,7 @@ mod tests {
                 pattern: None,
                 recurrent: None,
                 activation: Activation::SiluGated,
+                output_gate: false,
                 list: None,
                 drafts: 0,
                 pcp: None,

@@ -126,6 +126,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         stack::RECURRENT,
         stack::LATENT,
         stack::LANES,
+        stack::GATE,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -239,6 +239,13 @@ impl StackMaterial {
         stack::turned(&stack::project(weights, normed, &self.contract), cos, sin, &self.contract)
     }
 
+    /// What attention gave to one head of a row behind the gate of a layer, by its number among those that attend, and the head's among all.
+    pub fn gated(&self, (layer, head): (usize, usize), normed: &[f32], attention: &[f32]) -> Vec<Near> {
+        let size = attention.len() * normed.len();
+        let weights = &self.weight("w_output_gate", Some(layer))[head * size..(head + 1) * size];
+        stack::gated(weights, normed, attention, &self.contract)
+    }
+
     /// What attention adds to the stream of a row, given what it gave to all heads.
     pub fn attention_update(&self, weights: &[f32], attention: &[f32]) -> Vec<Near> {
         stack::summed(weights, attention, self.ranks(), &self.contract)
@@ -375,7 +382,7 @@ impl<'a> Shown<'a> {
             "update" => vec![2 * case.layers, self.stream_rows(), case.hidden],
             "query" => vec![self.material.latent.len(), self.lanes.count(), heads, attention.qk_dim()],
             "key" => vec![self.material.latent.len(), self.lanes.count(), attention.qk_dim()],
-            "attention" => {
+            "attention" | "gated" => {
                 vec![self.material.latent.len(), self.lanes.count(), heads, attention.v_head_dim()]
             }
             "tokens" => vec![self.rows],

@@ -9,7 +9,7 @@ use shardcheck_formats::codec::half_ulp;
 use shardcheck_formats::contract::Contract;
 
 use crate::bound::{U32, gamma};
-use crate::kda::surround::root_mean_square;
+use crate::kda::surround::{root_mean_square, sigmoid};
 use crate::kda::{Arithmetic, Near};
 use crate::moe::{Addend, Mlp, Reduction, Term, combine, mlp, mlp_of};
 
@@ -156,6 +156,24 @@ pub fn joined_of(stream: Near, update: Near) -> Near {
     Near { value, error: moved + U32 * (value.abs() + moved) }
 }
 
+/// `a σ(W x)` of what attention gave to some elements and of the normed row: products, and the sigmoid, may be stored in the contract's partial
+/// format.
+///
+/// # Panics
+/// When there is not a row of weights for each element.
+pub fn gated(weights: &[f32], x: &[f32], attention: &[f32], contract: &Contract) -> Vec<Near> {
+    let logits = logits(weights, x, contract);
+    assert_eq!(logits.len(), attention.len(), "a logit for each element");
+    let arithmetic = Arithmetic::of(contract, 1);
+    let element = |(logit, attention): (&Near, &f32)| {
+        let open = sigmoid(logit.value, logit.error, &arithmetic).stored(contract.partial);
+        let (value, size) = (f64::from(*attention) * open.value, f64::from(attention.abs()));
+        let moved = size * open.error;
+        Near { value, error: moved + U32 * (value.abs() + moved) }
+    };
+    logits.iter().zip(attention).map(element).collect()
+}
+
 /// Logits of a row: products that may be stored in the contract's partial format before they are 32 bits wide.
 pub fn logits(head: &[f32], x: &[f32], contract: &Contract) -> Vec<Near> {
     logits_of(head, &exact(x), contract)
@@ -271,5 +289,22 @@ mod tests {
         assert!(
             seen[0].error > half_ulp(Dtype::Bf16, 1.5) && seen[0].error < 1.01 * half_ulp(Dtype::Bf16, 1.5)
         );
+    }
+
+    #[test]
+    fn a_gate_lets_a_share_through_by_its_own_row_of_weights() {
+        let contract = Contract { u_acc: U32, depth: Depth::Any, ..Contract::bf16_default(Merge::AgRsBf16) };
+        let near = gated(&[1.0, 0.0, -2.0, 1.0], &[3.0, 6.0], &[8.0, -4.0], &contract);
+        let open = |x: f64| 1.0 / (1.0 + (-x).exp());
+        let wanted = [8.0 * open(3.0), -4.0 * open(0.0)];
+        for (near, wanted) in near.iter().zip(wanted) {
+            assert!((near.value - wanted).abs() < 1e-12, "{near:?} {wanted}");
+            // a logit and a sigmoid of eight bits, and not much more
+            assert!(
+                near.error > wanted.abs() * 2f64.powi(-9) && near.error < wanted.abs() * 0.01,
+                "{near:?}"
+            );
+        }
+        assert_eq!(gated(&[500.0], &[-4.0], &[2.0], &contract)[0].value, 0.0);
     }
 }

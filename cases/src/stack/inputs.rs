@@ -215,7 +215,7 @@ mod tests {
         let inputs = generate_stack(&case, 3).unwrap();
         let step = inputs.tensors(&case, &inputs.turns[1]);
         let given = OperationKind::Forward.tensors().iter().filter(|t| t.provenance == Provenance::Given);
-        let of_drafts = ["w_draft", "draft_counts", "next_tokens", "is_prefilling"];
+        let of_drafts = ["w_draft", "draft_counts", "next_tokens", "is_prefilling", "w_output_gate"];
         let given = given.filter(|tensor| !of_drafts.contains(&tensor.name));
         let of_experts = [
             "w_router",

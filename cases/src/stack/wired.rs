@@ -92,7 +92,10 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
             case.mixture.is_none_or(|own| own.is_plain() && own.top_k == 1),
             "one expert a row, and none beside it".to_owned(),
         ),
-        (!case.situ, "MLPs that are gated by silu".to_owned()),
+        (
+            !case.situ && !case.output_gate,
+            "MLPs that are gated by silu, and attention without a gate".to_owned(),
+        ),
         (case.pattern.is_none(), "latent attention over all tokens in every layer".to_owned()),
         (wiring.drafts <= 8 && wiring.rounds <= 32, "at most 8 drafts and 32 rounds".to_owned()),
         ((wiring.drafts == 0) == (wiring.rounds == 0), "rounds where there are drafts".to_owned()),

@@ -1,5 +1,6 @@
 //! Laws of a whole transformer, stage by stage: each of what the engine itself showed of the stage before.
 
+mod gate;
 mod lanes;
 mod mixture;
 mod ranks;
@@ -19,6 +20,7 @@ pub(super) use whole::PROPERTIES as WHOLE;
 const STACK: &[Family] = &[Family::Stack];
 const BOUND: &str = "certified bound of this stage, for what the engine showed of the stage before";
 
+pub(super) use gate::PROPERTIES as GATE;
 pub(super) use lanes::PROPERTIES as LANES;
 pub(super) use mixture::LATENT;
 pub(super) use recurrent::PROPERTIES as RECURRENT;
@@ -485,7 +487,8 @@ fn updates<T>(
 fn attention_update(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let headline = "what attention adds is not the projection of all heads";
     let material = laboratory.stack();
-    let seen = |scene: &Scene<'_>| scene.shown.tensor("attention");
+    let name = if material.case.output_gate { "gated" } else { "attention" };
+    let seen = |scene: &Scene<'_>| scene.shown.tensor(name);
     updates(laboratory, headline, 0, seen, |seen, layer, row| {
         let number = material.latent.iter().position(|own| *own == layer);
         let Some(number) = number else { return vec![Allowed::Undefined; material.case.hidden] };

@@ -27,6 +27,13 @@ pub(super) fn moves(whole: &Case, case: &StackCase) -> Vec<Case> {
     narrower(case.inner).for_each(|inner| add(StackCase { inner, ..case.clone() }));
     narrower(case.vocabulary).for_each(|vocabulary| add(StackCase { vocabulary, ..case.clone() }));
     add(StackCase { stream: StreamLayout::Whole, ..case.clone() });
+    for plainer in
+        [StackCase { situ: false, ..case.clone() }, StackCase { output_gate: false, ..case.clone() }]
+    {
+        if plainer != *case {
+            add(plainer);
+        }
+    }
     if let Some(own) = case.pcp {
         add(StackCase { pcp: None, ..case.clone() });
         let mut ranks = |pcp: StackPcp| add(StackCase { pcp: Some(pcp), ..case.clone() });

@@ -69,6 +69,12 @@ pub struct StackPolicies {
     pub summed: fn(Part) -> bool,
     /// The stream behind an update: `(stream, stream behind the norm, update)`.
     pub joined: fn(f32, f32, f32) -> f32,
+    /// What passes the gate of attention: `(what attention gave, logit)`.
+    pub gate: fn(f32, f32) -> f32,
+    /// First head whose gates a rank uses: `(rank, heads)`.
+    pub gate_head: fn(usize, usize) -> usize,
+    /// Latent layer whose gates a layer uses, by its number.
+    pub gate_of: fn(usize) -> usize,
     /// First head whose columns of the output projection a rank uses: `(rank, rank of decode context parallelism, heads)`.
     pub output_head: fn(usize, usize, usize) -> usize,
     /// Inner elements of the MLP on a rank: `(rank, ranks, inner width)`.
@@ -111,6 +117,9 @@ impl StackPolicies {
         entering: |part, _| part,
         summed: |_| true,
         joined: |stream, _, update| stream + update,
+        gate: |attention, logit| attention / (1.0 + (-logit).exp()),
+        gate_head: |rank, heads| rank * heads,
+        gate_of: |number| number,
         output_head: |rank, _, heads| rank * heads,
         part: |rank, ranks, inner| rank * inner / ranks..(rank + 1) * inner / ranks,
         mixture: [|layer, _| layer; 2],
@@ -172,6 +181,7 @@ struct Seen {
     query: Vec<f32>,
     key: Vec<f32>,
     attention: Vec<f32>,
+    gated: Vec<f32>,
     router_logits: Vec<f32>,
     topk_ids: Vec<i32>,
     latent: Vec<f32>,
@@ -420,7 +430,11 @@ impl Step<'_> {
             seen.key.extend(key);
             seen.attention.extend(of_rank(rank));
         }
-        passage.all(self, |worker, stream| worker.attention_update(stream, of_rank(worker.link.rank), number))
+        let gated = passage.all(self, |worker, _| {
+            Ok(worker.gated(&normed[worker.link.rank], of_rank(worker.link.rank), number))
+        })?;
+        passage.seen.iter_mut().zip(&gated).for_each(|(seen, gated)| seen.gated.extend(gated));
+        passage.all(self, |worker, stream| worker.attention_update(stream, &gated[worker.link.rank], number))
     }
 
     /// Writes the keys of the new rows of the whole batch that each rank owns into the cache of a latent layer.
@@ -515,6 +529,9 @@ impl Step<'_> {
             .with("query", join(half, &[layers, rows, heads, key_dim], |seen| &seen.query))
             .with("key", join(half, &[layers, rows, key_dim], |seen| &seen.key))
             .with("attention", join(half, &[layers, rows, heads, up_dim], |seen| &seen.attention));
+        if plan.output_gate {
+            outputs.insert("gated", join(half, &[layers, rows, heads, up_dim], |seen| &seen.gated));
+        }
         if plan.pcp.is_some() {
             outputs.insert("rows", self.lanes.tensor());
             outputs.insert("restored", join(half, &[all, hidden], |seen| &seen.restored));

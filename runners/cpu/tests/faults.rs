@@ -110,6 +110,7 @@ fn part_of_stack(property: &str) -> &str {
         "router" => "router_logits",
         "experts" => "topk_ids",
         "pcp-rows" => "rows",
+        "gate" => "gated",
         shown => shown,
     }
 }

@@ -44,6 +44,7 @@ fn forward(layers: usize, stream: StreamLayout) -> Operation {
             pattern: None,
             recurrent: None,
             activation: Activation::SiluGated,
+            output_gate: false,
             list: None,
             drafts: 0,
             pcp: None,

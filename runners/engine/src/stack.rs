@@ -50,6 +50,9 @@ pub struct StackPlan {
     /// What an MLP or an expert computes; absent: `W_down (silu(W_gate x) · W_up x)`.
     #[serde(default = "silu", skip_serializing_if = "is_silu")]
     pub activation: Activation,
+    /// Whether what latent attention gives is multiplied by a sigmoid of the layer's normed rows before it is projected; a draft head has no gate.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub output_gate: bool,
     /// How a rank lists the slots of selected tokens; absent where no layer has some.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub list: Option<SlotList>,
@@ -187,6 +190,12 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
     spec("w_key", Given, "bf16 [A+M, Dk, h]", "latent and rotary part of a key"),
     spec("w_uv", Given, "bf16 [A+M, Hall, Dv, Vo]", "up-projection of each head"),
     spec("w_output", Given, "bf16 [A+M, h, Hall·Vo]", "a rank has the columns of its own heads"),
+    spec(
+        "w_output_gate",
+        Given,
+        "bf16 [A, Hall·Vo, h]",
+        "logits of the gate of what attention gives; a rank has the rows of its own heads; absent without gates",
+    ),
     spec(
         "w_gate",
         Given,
@@ -326,6 +335,12 @@ pub(crate) const TENSORS: &[TensorSpec] = &[
         "output type of decode and verify [ranks, A, T, H, Vo]",
         "what attention gives to the rank's own heads",
     ),
+    spec(
+        "gated",
+        Observable,
+        "contract's output type [ranks, A, T, H, Vo]",
+        "the same behind its gate, where there is one",
+    ),
     spec("router_logits", Observable, "f32 [ranks, X, T, E]", "by which the rank routes each row"),
     spec("topk_ids", Observable, "i32 [ranks, X, T, k]", "experts of each row, in any order"),
     spec(
@@ -386,6 +401,7 @@ mod tests {
             pattern: None,
             recurrent: None,
             activation: Activation::SiluGated,
+            output_gate: false,
             list: None,
             drafts: 0,
             pcp: None,
@@ -404,6 +420,7 @@ mod tests {
             pattern: Some("kkmkm".parse().unwrap()),
             recurrent: None,
             activation: Activation::SiluGated,
+            output_gate: false,
             list: None,
             drafts: 0,
             pcp: None,
@@ -424,6 +441,7 @@ mod tests {
             pattern: Some("msrksrr".parse().unwrap()),
             recurrent: None,
             activation: Activation::SiluGated,
+            output_gate: false,
             list: Some(SlotList::Packed),
             drafts: 0,
             pcp: None,
@@ -444,6 +462,7 @@ mod tests {
             pattern: Some("km".parse().unwrap()),
             recurrent: None,
             activation: Activation::SiluGated,
+            output_gate: false,
             list: None,
             drafts: 0,
             pcp: None,

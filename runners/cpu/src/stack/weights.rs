@@ -37,6 +37,8 @@ pub struct LatentWeights {
     pub key: Vec<f32>,
     /// `bf16 [Hall, Dv, Vo]`.
     pub up_projection: Tensor,
+    /// `[Hall·Vo, h]`; empty without a gate.
+    pub gate: Vec<f32>,
     /// `[h, Hall·Vo]`.
     pub output: Vec<f32>,
 }
@@ -121,12 +123,7 @@ impl Weights {
             embedding: read("embedding", Dtype::Bf16, &[vocabulary, hidden])?,
             norm: read("norm_weight", Dtype::F32, &[plan.norms(), hidden])?,
             rotary: read("rotary", Dtype::F32, &[positions, rotary])?,
-            latent: latent(
-                inputs,
-                plan.attending().len() + plan.heads_of_drafts(),
-                &sizes,
-                attention.value_dim(),
-            )?,
+            latent: latent(inputs, plan, &sizes, attention.value_dim())?,
             recurrent: RecurrentWeights::read(inputs, recurrent, (hidden, configuration.tp))?,
             feed_forward: feed_forwards(inputs, plan, hidden, gating)?,
             head: read("w_head", Dtype::Bf16, &[vocabulary, hidden])?,
@@ -141,10 +138,12 @@ impl Weights {
 
 fn latent(
     inputs: &Tensors,
-    layers: usize,
+    plan: &StackPlan,
     sizes: &Sizes,
     latent: usize,
 ) -> Result<Vec<LatentWeights>, EngineError> {
+    let targets = plan.attending().len();
+    let layers = targets + plan.heads_of_drafts();
     let Sizes { hidden, all_heads, key_dim, up_dim, .. } = *sizes;
     let read = |name: &str, shape: &[usize]| -> Result<Vec<f32>, EngineError> {
         let shape: Vec<usize> = std::iter::once(layers).chain(shape.iter().copied()).collect();
@@ -154,8 +153,16 @@ fn latent(
     let key = read("w_key", &[key_dim, hidden])?;
     let up_projection = read("w_uv", &[all_heads, latent, up_dim])?;
     let output = read("w_output", &[hidden, all_heads * up_dim])?;
+    let gates = match plan.output_gate {
+        true => {
+            let shape = [targets, all_heads * up_dim, hidden];
+            inputs.get("w_output_gate")?.expect("w_output_gate", Dtype::Bf16, &shape)?.to_f32()
+        }
+        false => Vec::new(),
+    };
     let of = |all: &[f32], layer: usize| part(all, layers, layer);
     let layer = |layer: usize| LatentWeights {
+        gate: if layer < targets { part(&gates, targets.max(1), layer) } else { Vec::new() },
         query: of(&query, layer),
         key: of(&key, layer),
         up_projection: Tensor::from_f32(

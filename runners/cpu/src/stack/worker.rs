@@ -189,6 +189,25 @@ impl Worker<'_> {
         }
     }
 
+    /// What attention gave to the own heads `[T, H, Vo]` behind the gate of a layer, given all rows behind its norm; as it was where there is none.
+    pub fn gated(&self, normed: &[f32], attention: &[f32], layer: usize) -> Vec<f32> {
+        let sizes = &self.weights.sizes;
+        let weights = &self.weights.latent[(self.policies.gate_of)(layer)].gate;
+        if weights.is_empty() || self.weights.latent[layer].gate.is_empty() {
+            return attention.to_vec();
+        }
+        let own = sizes.heads * sizes.up_dim;
+        let first = (self.policies.gate_head)(self.link.member, sizes.heads) * sizes.up_dim * sizes.hidden;
+        let row = |(x, attention): (&[f32], &[f32])| -> Vec<f32> {
+            let gates = weights[first..][..own * sizes.hidden].chunks_exact(sizes.hidden);
+            let element = |(weights, attention): (&[f32], &f32)| {
+                round_bf16((self.policies.gate)(*attention, dot(weights, x)))
+            };
+            gates.zip(attention).map(element).collect()
+        };
+        normed.chunks_exact(sizes.hidden).zip(attention.chunks_exact(own)).flat_map(row).collect()
+    }
+
     /// What attention adds to the stream, given what it gave to the own heads `[T, H, Vo]`.
     pub fn attention_update(
         &self,

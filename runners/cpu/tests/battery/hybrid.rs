@@ -38,13 +38,14 @@ const DEPTH: usize = 4;
 const WIDTH: usize = 3;
 const TAPS: usize = 3;
 
-const SHOWN: [&str; 18] = [
+const SHOWN: [&str; 19] = [
     "hidden",
     "normed",
     "update",
     "query",
     "key",
     "attention",
+    "gated",
     "router_logits",
     "topk_ids",
     "latent",
@@ -96,6 +97,7 @@ fn plan(stream: StreamLayout, latent: bool, pcp: Option<StackPcp>) -> StackPlan 
         pattern: Some(PATTERN.parse().unwrap()),
         recurrent: Some(KdaPlan { gate: KdaGate::Softplus, slots: 3, drafts: 2, chunk: 2 }),
         activation: if latent { Activation::SiluGated } else { Activation::SituGated },
+        output_gate: latent,
         list: Some(SlotList::Packed),
         drafts: 0,
         pcp,
@@ -135,7 +137,7 @@ impl Battery<'_> {
                 let of_ranks = ["rows", "restored"].into_iter().filter(|_| pcp.is_some());
                 let names: Vec<&str> = SHOWN
                     .into_iter()
-                    .filter(|name| latent || !name.starts_with("latent"))
+                    .filter(|name| latent || !name.starts_with("latent") && *name != "gated")
                     .chain(of_ranks)
                     .collect();
                 self.reply("stack", &names, &reply);
@@ -190,6 +192,7 @@ fn inputs(number: usize, requests: &[Request; 2], padding: usize, latent: bool) 
         .with("shared_down", half(18, &[MIXTURES, HIDDEN, SHARED]))
         .with("w_head", half(19, &[VOCABULARY, HIDDEN]));
     if latent {
+        tensors.insert("w_output_gate", half(23, &[LATENT_LAYERS, HEADS * UP_DIM, HIDDEN]));
         tensors.insert("latent_down", half(20, &[MIXTURES, NARROW, HIDDEN]));
         tensors.insert("latent_norm", drawn(21, Dtype::F32, &[MIXTURES, NARROW], 1.0));
         tensors.insert("latent_up", half(22, &[MIXTURES, HIDDEN, NARROW]));

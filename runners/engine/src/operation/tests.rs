@@ -101,6 +101,7 @@ fn an_operation_survives_a_json_round_trip() {
                 pattern: None,
                 recurrent: None,
                 activation: Activation::SituGated,
+                output_gate: true,
                 list: None,
                 drafts: 2,
                 pcp: Some(StackPcp {
