@@ -65,7 +65,7 @@ pub struct Args {
     json: bool,
 }
 
-/// How long failures may be diagnosed for.
+/// Processor time of each thread that a diagnosis may take.
 const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `replay`.

@@ -75,7 +75,7 @@ pub struct Args {
     report: ReportArgs,
 }
 
-/// How long the failures of a run may be diagnosed for.
+/// Processor time of each thread that the diagnosis of a run's failures may take.
 const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `run`.
@@ -92,7 +92,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         Some(jobs) => jobs,
         // a process of its own for every job is what a user may not have devices for
         None if !args.engine.is_in_process() => 1,
-        None => std::thread::available_parallelism().map_or(2, usize::from),
+        None => cores(),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
     let claims = if args.no_claims {
@@ -122,7 +122,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         is_faulty: args.fault.is_some(),
         jobs,
         fail_fast: args.fail_fast,
-        diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
+        diagnosis: (!args.no_diagnose).then(|| (DIAGNOSIS, args.jobs.unwrap_or_else(cores))),
         mutant_cases,
         claims: claims.as_ref().map(|claims| (claims, cases.as_slice())),
         before: before.map(|record| record.cases).unwrap_or_default(),
@@ -160,6 +160,10 @@ fn is_whole_gate(args: &Args, selection: &Selection) -> bool {
         && args.engine.is_embedded()
         && args.fault.is_none()
         && selection.is_everything()
+}
+
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from)
 }
 
 fn folder(args: &Args, header: &RunHeader) -> Result<(RunDirectory, Option<RunRecord>), CommandError> {
