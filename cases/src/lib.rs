@@ -20,6 +20,7 @@ mod selected;
 mod sequence;
 mod sparse;
 mod stack;
+mod stream;
 mod suites;
 mod workload;
 

@@ -10,6 +10,7 @@ use shardcheck_formats::{Counter, Dtype};
 use crate::id::Tokens;
 use crate::pcp::nothing;
 use crate::{Body, Case, CaseError, Family, MAX_ROWS};
+use crate::stream::Stream;
 
 /// Token ids of a hash table.
 pub const TOKEN_IDS: usize = 64;
@@ -154,15 +155,6 @@ pub(crate) fn take_pattern(tokens: &mut Tokens) -> Result<LogitPattern, String> 
     tokens.need("pattern of logits", &LogitPattern::ALL, LogitPattern::name)
 }
 
-/// Numbers of one kind under one seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Logits = 401,
-    Bias = 402,
-    TokenIds = 403,
-    Table = 404,
-}
-
 /// Logits, and bias or table where the router takes one.
 pub(crate) fn draw(
     router: &Router,
@@ -171,15 +163,15 @@ pub(crate) fn draw(
     pattern: LogitPattern,
     seed: u64,
 ) -> Tensors {
-    let stream = |stream: Stream| Counter::new(seed, stream as u32);
+    let stream = |stream: Stream| stream.counter(seed);
     let (mut ids, mut table) = (Vec::new(), Vec::new());
     if router.choice == ExpertChoice::Hashed {
-        let mut drawn = stream(Stream::TokenIds);
+        let mut drawn = stream(Stream::RouteTokenIds);
         ids.extend((0..tokens).map(|_| drawn.below(TOKEN_IDS as u64) as i64));
-        let mut drawn = stream(Stream::Table);
+        let mut drawn = stream(Stream::RouteTable);
         (0..TOKEN_IDS).for_each(|_| table.extend(distinct(&mut drawn, experts, router.top_k)));
     }
-    let mut drawn = stream(Stream::Logits);
+    let mut drawn = stream(Stream::RouteLogits);
     let mut logits = Vec::with_capacity(tokens * experts);
     for token in 0..tokens {
         let chosen = match ids.get(token) {
@@ -193,7 +185,7 @@ pub(crate) fn draw(
     match router.choice {
         ExpertChoice::Scores => {}
         ExpertChoice::Biased => {
-            let mut drawn = stream(Stream::Bias);
+            let mut drawn = stream(Stream::RouteBias);
             let bias: Vec<f32> = (0..experts).map(|_| bias(&mut drawn, pattern, router.top_k)).collect();
             tensors.insert("bias", Tensor::from_f32(Dtype::F32, &[experts], &bias));
         }

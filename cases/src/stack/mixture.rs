@@ -4,14 +4,13 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     ExpertChoice, MaskedFill, Renormalise, Router, Scoring, StackExperts, Tensor, Tensors,
 };
-use shardcheck_formats::{Counter, Dtype, round_bf16};
+use shardcheck_formats::{Dtype, round_bf16};
 
 use super::{MAX_STACK_WIDTH, StackCase};
 use crate::CaseError;
 use crate::id::Tokens;
+use crate::stream::Stream;
 
-/// Stream of a case's seed.
-const STREAM: u32 = 433;
 
 /// Layers of a stack that have experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -107,7 +106,7 @@ impl StackCase {
     /// Adds the weights that stand around experts: bias, table, shared expert, latent projections.
     pub(super) fn add_mixture_weights(&self, seed: u64, tensors: &mut Tensors) {
         let Some(own) = self.mixture else { return };
-        let mut counter = Counter::new(seed, STREAM);
+        let mut counter = Stream::StackMixture.counter(seed);
         let (layers, hidden) = (self.plan().mixtures(), self.hidden);
         let mut draw = |shape: &[usize], mean: f64, deviation: f64, dtype: Dtype| {
             let value = |_| {

@@ -2,14 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{LayerKind, SlotList, Tensor};
-use shardcheck_formats::Counter;
 
 use super::StackCase;
 use crate::id::Tokens;
 use crate::{CaseError, MAX_TOKENS, Turn};
+use crate::stream::Stream;
 
-/// Stream of a case's seed.
-const STREAM: u32 = 434;
 
 /// Tokens that rows attend to in layers that have some named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -65,7 +63,7 @@ impl StackCase {
     /// Positions of the tokens of each row of a run, for each layer that has some named; none for rows of padding.
     pub(super) fn select(&self, turn: &Turn, seed: u64) -> Vec<Vec<Vec<usize>>> {
         let Some(own) = self.selection else { return Vec::new() };
-        let mut counter = Counter::new(seed ^ ((turn.step as u64) << 32), STREAM);
+        let mut counter = Stream::StackSelection.counter(seed ^ ((turn.step as u64) << 32));
         let mut of_layer = || {
             let mut rows = Vec::new();
             for (tokens, new) in turn.tokens.iter().zip(&turn.new_tokens) {
