@@ -9,8 +9,8 @@ use shardcheck_formats::{Counter, Dtype};
 
 use crate::id::Tokens;
 use crate::pcp::nothing;
-use crate::{Body, Case, CaseError, Family, MAX_ROWS};
 use crate::stream::Stream;
+use crate::{Body, Case, CaseError, Family, MAX_ROWS};
 
 /// Token ids of a hash table.
 pub const TOKEN_IDS: usize = 64;
@@ -110,7 +110,10 @@ pub(crate) fn check_router(router: &Router, experts: usize) -> Result<(), CaseEr
         ));
     }
     if top_groups == 0 || top_groups > groups || top_k == 0 || top_k > top_groups * (experts / groups) {
-        return fail(format!("{top_k} experts of {top_groups} groups are more than there are"));
+        let most = top_groups.min(groups) * (experts / groups);
+        return fail(format!(
+            "{top_k} experts of {top_groups} groups; there may be 1 to {most} experts, of 1 to {groups} groups"
+        ));
     }
     if router.choice == ExpertChoice::Hashed && groups != 1 {
         return fail("a table of experts knows no groups".to_owned());
@@ -271,7 +274,10 @@ mod tests {
     fn what_contradicts_itself_is_refused_with_the_reason() {
         for (id, reason) in [
             ("route/sigmoid.biased.e16.k4.g3.kept2.zero.sum.x1/t1.ties/7", "groups of equal size"),
-            ("route/sigmoid.biased.e16.k9.g4.kept2.zero.sum.x1/t1.ties/7", "more than there are"),
+            (
+                "route/sigmoid.biased.e16.k9.g4.kept2.zero.sum.x1/t1.ties/7",
+                "there may be 1 to 8 experts, of 1 to 4 groups",
+            ),
             ("route/sigmoid.biased.e4.k1.g4.kept2.zero.sum.x1/t1.ties/7", "two experts of each group"),
             ("route/sigmoid.hashed.e16.k4.g4.kept2.zero.sum.x1/t1.ties/7", "knows no groups"),
             ("route/sigmoid.biased.e16.k4.g4.kept2.zero.sum.x0/t1.ties/7", "scale is 0"),

@@ -90,7 +90,7 @@ pub fn execute(
 ) -> Result<Outcome, ExecuteError> {
     let started = Instant::now();
     let pool = threads_of(plan.jobs.min(plan.cases.len().max(plan.mutant_cases.len()).max(1)))?;
-    show(&Event::RunStarted(directory.header().clone()));
+    show(&Event::RunStarted(Box::new(directory.header().clone())));
     for result in &plan.before {
         show(&Event::CaseJudged(result.clone()));
     }

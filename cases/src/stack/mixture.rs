@@ -11,7 +11,6 @@ use crate::CaseError;
 use crate::id::Tokens;
 use crate::stream::Stream;
 
-
 /// Layers of a stack that have experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -64,14 +63,20 @@ impl StackMixture {
 
     pub(super) fn check(&self, layers: usize) -> Result<(), CaseError> {
         let Self { experts, top_k, dense, hashed, shared, latent, .. } = *self;
-        if experts.max(shared).max(latent) > MAX_STACK_WIDTH
-            || !(1..=experts).contains(&top_k)
-            || dense >= layers
-            || hashed > layers - dense
-        {
-            return Err(CaseError::OutOfRange(format!(
-                "{top_k} of {experts} experts behind {dense} of {layers} layers, {hashed} of them by a table: there must be as many, and a layer for them"
-            )));
+        let behind = layers.saturating_sub(dense);
+        for (name, value, least, most) in [
+            ("e (experts)", experts, 1, MAX_STACK_WIDTH),
+            ("k (experts of a row)", top_k, 1, experts),
+            ("d (layers in front of those with experts)", dense, 0, layers.saturating_sub(1)),
+            ("y (layers routed by token id)", hashed, 0, behind),
+            ("j (width of the shared expert)", shared, 0, MAX_STACK_WIDTH),
+            ("z (width of latent experts)", latent, 0, MAX_STACK_WIDTH),
+        ] {
+            if !(least..=most).contains(&value) {
+                return Err(CaseError::OutOfRange(format!(
+                    "{name} is {value}; it must be between {least} and {most}"
+                )));
+            }
         }
         Ok(())
     }

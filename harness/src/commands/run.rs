@@ -52,7 +52,7 @@ pub struct Args {
     no_self_test: bool,
 
     /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
-    #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+    #[arg(long, default_value_t = TIMEOUT_S, value_name = "SECONDS")]
     timeout_s: f64,
 
     /// Take up a run that was killed or cut short: `latest`, a run id or a path. Nothing is judged twice
@@ -74,6 +74,9 @@ pub struct Args {
     #[command(flatten)]
     report: ReportArgs,
 }
+
+/// Seconds that ranks may wait for each other where nothing else is said.
+pub(super) const TIMEOUT_S: f64 = 30.0;
 
 /// Processor time of each thread that the diagnosis of a run's failures may take.
 const DIAGNOSIS: Duration = Duration::from_secs(5);
@@ -192,6 +195,7 @@ fn header(
         seed: args.cases.seed,
         engine: args.engine.name().to_owned(),
         fault: args.fault.clone(),
+        timeout_s: (args.timeout_s != TIMEOUT_S).then_some(args.timeout_s),
         profile,
         selection: serde_json::to_value(selection).map_err(CommandError::internal)?,
         claims,
