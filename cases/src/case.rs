@@ -10,6 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
+use crate::json::{list_for_object, read_json};
 use crate::{
     AcceptanceCase, AttendPcpCase, CompressPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe,
     RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, Workload,
@@ -525,15 +526,14 @@ impl Case {
     /// [`CaseError::Version`] for another schema version, [`CaseError::UnknownValue`] for a name that is none of its
     /// axis, [`CaseError::Malformed`] for anything else that is not a case, and what [`Case::check`] says.
     pub fn from_json(text: &str) -> Result<Self, CaseError> {
-        let value: serde_json::Value =
-            serde_json::from_str(text).map_err(|error| CaseError::Malformed(error.to_string()))?;
+        let value = read_json(text).map_err(CaseError::Malformed)?;
         let Some(version) = value.get("schema_version").and_then(serde_json::Value::as_u64) else {
             return Err(CaseError::Malformed("there is no whole number `schema_version`".to_owned()));
         };
         if version != u64::from(CASE_SCHEMA_VERSION) {
             return Err(CaseError::Version { found: version });
         }
-        let case: Self = serde_json::from_value(value).map_err(|error| {
+        let case: Self = serde_json::from_value(value.clone()).map_err(|error| {
             let message = error.to_string();
             if message.contains("unknown variant") {
                 CaseError::UnknownValue(message)
@@ -541,6 +541,14 @@ impl Case {
                 CaseError::Malformed(message)
             }
         })?;
+        // values of an object in the order of its keys would be taken for it
+        let canonical =
+            serde_json::to_value(&case).map_err(|error| CaseError::Malformed(error.to_string()))?;
+        if let Some(place) = list_for_object(&value, &canonical) {
+            return Err(CaseError::Malformed(format!(
+                "`{place}` is a list, and an object stands there: give its values their keys"
+            )));
+        }
         case.check()?;
         Ok(case)
     }

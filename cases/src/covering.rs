@@ -6,6 +6,8 @@
 
 use shardcheck_formats::Counter;
 
+use crate::stream::Stream;
+
 /// Whether a partial row may still be valid: entries are value indices, `None` where nothing is chosen. It must not refuse a row
 /// for what is not chosen yet, and must refuse every full row that is not valid.
 pub type Constraint<'a> = dyn Fn(&[Option<usize>]) -> bool + 'a;
@@ -20,8 +22,12 @@ pub type Constraint<'a> = dyn Fn(&[Option<usize>]) -> bool + 'a;
 pub fn covering(levels: &[usize], strength: usize, valid: &Constraint, seed: u64) -> Vec<Vec<usize>> {
     assert!(strength >= 1 && strength <= levels.len(), "strength {strength} over {} axes", levels.len());
     assert!(levels.iter().all(|count| *count > 0), "every axis needs a value");
-    let mut search =
-        Search { levels, valid, missing: Missing::new(levels, strength), counter: Counter::new(seed, 200) };
+    let mut search = Search {
+        levels,
+        valid,
+        missing: Missing::new(levels, strength),
+        counter: Stream::Covering.counter(seed),
+    };
     let mut rows = Vec::new();
     while let Some(combination) = search.missing.first() {
         let mut row = vec![None; levels.len()];

@@ -8,6 +8,7 @@ pub mod covering;
 mod id;
 mod index_layers;
 mod inputs;
+mod json;
 mod kda;
 mod merge;
 mod models;
@@ -20,6 +21,7 @@ mod selected;
 mod sequence;
 mod sparse;
 mod stack;
+mod stream;
 mod suites;
 mod workload;
 
@@ -34,6 +36,7 @@ pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX
 pub use id::default_blocks;
 pub use index_layers::IndexLayersCase;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
+pub use json::read_json;
 pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, generate_kda};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};

@@ -3,18 +3,8 @@
 use shardcheck_engine::{Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, Overflow, encode, round};
 
+use crate::stream::Stream;
 use crate::{Body, Case, Family, MergeCase, MergePattern, StateView};
-
-/// Streams of the seed, one for each thing that is drawn.
-#[derive(Debug, Clone, Copy)]
-#[repr(u32)]
-enum Stream {
-    Out = 101,
-    Lse = 102,
-    Empty = 103,
-    Sum = 104,
-    RowLen = 105,
-}
 
 /// Everything that is drawn for one merge case.
 ///
@@ -94,7 +84,7 @@ fn merge_states(family: Family, case: &MergeCase, seed: u64) -> MergeInputs {
     let heads =
         if family == Family::MergePartials { case.heads_per_rank * case.world } else { case.heads_per_rank };
     let (states, rows, dim) = (case.world, case.rows, case.dim);
-    let mut values = Counter::new(seed, Stream::Out as u32);
+    let mut values = Stream::MergeOut.counter(seed);
     let table = head_table(family, case, heads, seed);
     let mut outs = Vec::with_capacity(states * rows * heads * dim);
     for (index, head) in table.iter().enumerate() {
@@ -146,8 +136,8 @@ fn state_tensors(family: Family, case: &MergeCase, heads: usize, outs: &[f64], l
 /// LSE and readability of every head of every state, by pattern.
 fn head_table(family: Family, case: &MergeCase, heads: usize, seed: u64) -> Vec<Head> {
     let (states, rows) = (case.world, case.rows);
-    let mut lse = Counter::new(seed, Stream::Lse as u32);
-    let mut empty = Counter::new(seed, Stream::Empty as u32);
+    let mut lse = Stream::MergeLse.counter(seed);
+    let mut empty = Stream::MergeEmpty.counter(seed);
     let mut table = Vec::with_capacity(states * rows * heads);
     for state in 0..states {
         for row in 0..rows {
@@ -211,7 +201,7 @@ fn tag(states: usize, rows: usize, [state, row, head]: [usize; 3], d: usize) -> 
 fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
     let (segments, rows, heads, dim) = (case.world, case.rows, case.heads_per_rank, case.dim);
     let tile = MergeCase::TILE_TOKENS;
-    let mut lengths = Counter::new(seed, Stream::RowLen as u32);
+    let mut lengths = Stream::MergeRowLen.counter(seed);
     let edges = [1, tile - 1, tile, tile + 1, segments * tile, segments * tile + 1, 130, 5000];
     let row_lens: Vec<i32> = (0..rows)
         .map(|row| match case.pattern {
@@ -219,7 +209,7 @@ fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
             _ => edges[lengths.below(edges.len() as u64) as usize] as i32,
         })
         .collect();
-    let mut draws = [Stream::Lse, Stream::Sum, Stream::Out].map(|stream| Counter::new(seed, stream as u32));
+    let mut draws = [Stream::MergeLse, Stream::MergeSum, Stream::MergeOut].map(|stream| stream.counter(seed));
     let (mut maxima, mut sums, mut accs) = (Vec::new(), Vec::new(), Vec::new());
     for segment in 0..segments {
         for (row, row_len) in row_lens.iter().enumerate() {
@@ -259,7 +249,7 @@ fn segment_statistics(pattern: MergePattern, draws: &mut [Counter; 3]) -> (f64, 
 
 fn pack_lse(case: &MergeCase, seed: u64) -> MergeInputs {
     let count = case.world * case.rows * case.heads_per_rank;
-    let mut counter = Counter::new(seed, Stream::Lse as u32);
+    let mut counter = Stream::MergeLse.counter(seed);
     let lses: Vec<f32> = (0..count).map(|index| packed_lse(case.pattern, index, &mut counter)).collect();
     let tensors = Tensors::new().with("lse", viewed_bits(&[count], &lses, 0, StateView::Contiguous));
     MergeInputs {

@@ -5,11 +5,12 @@ use shardcheck_engine::{
     Activation, Configuration, ExpertSharding, MoeExchange, MoePlan, Operation, Router, SharedExpert, Tensor,
     Tensors, vocabulary,
 };
-use shardcheck_formats::{Counter, Dtype};
+use shardcheck_formats::Dtype;
 
 use crate::id::Tokens;
 use crate::pcp::nothing;
 use crate::route::{check_router, draw, read_router, spell_router, take_pattern};
+use crate::stream::Stream;
 use crate::{Body, Case, CaseError, Family, LogitPattern, MAX_RANKS};
 
 /// Most tokens of a case.
@@ -85,18 +86,22 @@ impl MoeCase {
         insert("hidden", &[self.tokens(), hidden], self.rows(seed));
         let is_gated = self.plan.activation.is_gated();
         if is_gated {
-            insert("w_gate", &[experts, inner, hidden], self.matrix(Stream::Gate, seed, experts, hidden));
+            insert("w_gate", &[experts, inner, hidden], self.matrix(Stream::MoeGate, seed, experts, hidden));
         }
-        insert("w_up", &[experts, inner, hidden], self.matrix(Stream::Up, seed, experts, hidden));
-        insert("w_down", &[experts, hidden, inner], self.down(Stream::Down, seed, 0..experts, inner));
+        insert("w_up", &[experts, inner, hidden], self.matrix(Stream::MoeUp, seed, experts, hidden));
+        insert("w_down", &[experts, hidden, inner], self.down(Stream::MoeDown, seed, 0..experts, inner));
         if self.plan.shared != SharedExpert::None {
             let shared = Self { inner: self.shared_inner, ..self.clone() };
             let width = shared.inner;
             if is_gated {
-                insert("shared_gate", &[width, hidden], shared.matrix(Stream::SharedGate, seed, 1, hidden));
+                insert(
+                    "shared_gate",
+                    &[width, hidden],
+                    shared.matrix(Stream::MoeSharedGate, seed, 1, hidden),
+                );
             }
-            insert("shared_up", &[width, hidden], shared.matrix(Stream::SharedUp, seed, 1, hidden));
-            let down = shared.down(Stream::SharedDown, seed, experts..experts + 1, width);
+            insert("shared_up", &[width, hidden], shared.matrix(Stream::MoeSharedUp, seed, 1, hidden));
+            let down = shared.down(Stream::MoeSharedDown, seed, experts..experts + 1, width);
             insert("shared_down", &[hidden, width], down);
         }
         tensors
@@ -118,7 +123,7 @@ impl MoeCase {
                 |token| (0..self.hidden).map(move |d| if d == 0 { Self::tag(token) as f32 } else { 0.0 });
             return (0..self.tokens()).flat_map(of_token).collect();
         }
-        gaussians(Stream::Hidden, seed, self.tokens() * self.hidden, 1.0)
+        gaussians(Stream::MoeHidden, seed, self.tokens() * self.hidden, 1.0)
     }
 
     /// `[count, inner, hidden]`: the identity, or drawn.
@@ -259,20 +264,8 @@ impl MoeCase {
     }
 }
 
-/// Numbers of one kind under one seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Hidden = 411,
-    Gate = 412,
-    Up = 413,
-    Down = 414,
-    SharedGate = 415,
-    SharedUp = 416,
-    SharedDown = 417,
-}
-
 fn gaussians(stream: Stream, seed: u64, count: usize, deviation: f64) -> Vec<f32> {
-    let mut drawn = Counter::new(seed, stream as u32);
+    let mut drawn = stream.counter(seed);
     (0..count).map(|_| (deviation * drawn.gaussian()) as f32).collect()
 }
 

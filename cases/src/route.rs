@@ -9,6 +9,7 @@ use shardcheck_formats::{Counter, Dtype};
 
 use crate::id::Tokens;
 use crate::pcp::nothing;
+use crate::stream::Stream;
 use crate::{Body, Case, CaseError, Family, MAX_ROWS};
 
 /// Token ids of a hash table.
@@ -109,7 +110,10 @@ pub(crate) fn check_router(router: &Router, experts: usize) -> Result<(), CaseEr
         ));
     }
     if top_groups == 0 || top_groups > groups || top_k == 0 || top_k > top_groups * (experts / groups) {
-        return fail(format!("{top_k} experts of {top_groups} groups are more than there are"));
+        let most = top_groups.min(groups) * (experts / groups);
+        return fail(format!(
+            "{top_k} experts of {top_groups} groups; there may be 1 to {most} experts, of 1 to {groups} groups"
+        ));
     }
     if router.choice == ExpertChoice::Hashed && groups != 1 {
         return fail("a table of experts knows no groups".to_owned());
@@ -154,15 +158,6 @@ pub(crate) fn take_pattern(tokens: &mut Tokens) -> Result<LogitPattern, String> 
     tokens.need("pattern of logits", &LogitPattern::ALL, LogitPattern::name)
 }
 
-/// Numbers of one kind under one seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Logits = 401,
-    Bias = 402,
-    TokenIds = 403,
-    Table = 404,
-}
-
 /// Logits, and bias or table where the router takes one.
 pub(crate) fn draw(
     router: &Router,
@@ -171,15 +166,15 @@ pub(crate) fn draw(
     pattern: LogitPattern,
     seed: u64,
 ) -> Tensors {
-    let stream = |stream: Stream| Counter::new(seed, stream as u32);
+    let stream = |stream: Stream| stream.counter(seed);
     let (mut ids, mut table) = (Vec::new(), Vec::new());
     if router.choice == ExpertChoice::Hashed {
-        let mut drawn = stream(Stream::TokenIds);
+        let mut drawn = stream(Stream::RouteTokenIds);
         ids.extend((0..tokens).map(|_| drawn.below(TOKEN_IDS as u64) as i64));
-        let mut drawn = stream(Stream::Table);
+        let mut drawn = stream(Stream::RouteTable);
         (0..TOKEN_IDS).for_each(|_| table.extend(distinct(&mut drawn, experts, router.top_k)));
     }
-    let mut drawn = stream(Stream::Logits);
+    let mut drawn = stream(Stream::RouteLogits);
     let mut logits = Vec::with_capacity(tokens * experts);
     for token in 0..tokens {
         let chosen = match ids.get(token) {
@@ -193,7 +188,7 @@ pub(crate) fn draw(
     match router.choice {
         ExpertChoice::Scores => {}
         ExpertChoice::Biased => {
-            let mut drawn = stream(Stream::Bias);
+            let mut drawn = stream(Stream::RouteBias);
             let bias: Vec<f32> = (0..experts).map(|_| bias(&mut drawn, pattern, router.top_k)).collect();
             tensors.insert("bias", Tensor::from_f32(Dtype::F32, &[experts], &bias));
         }
@@ -279,7 +274,10 @@ mod tests {
     fn what_contradicts_itself_is_refused_with_the_reason() {
         for (id, reason) in [
             ("route/sigmoid.biased.e16.k4.g3.kept2.zero.sum.x1/t1.ties/7", "groups of equal size"),
-            ("route/sigmoid.biased.e16.k9.g4.kept2.zero.sum.x1/t1.ties/7", "more than there are"),
+            (
+                "route/sigmoid.biased.e16.k9.g4.kept2.zero.sum.x1/t1.ties/7",
+                "there may be 1 to 8 experts, of 1 to 4 groups",
+            ),
             ("route/sigmoid.biased.e4.k1.g4.kept2.zero.sum.x1/t1.ties/7", "two experts of each group"),
             ("route/sigmoid.hashed.e16.k4.g4.kept2.zero.sum.x1/t1.ties/7", "knows no groups"),
             ("route/sigmoid.biased.e16.k4.g4.kept2.zero.sum.x0/t1.ties/7", "scale is 0"),

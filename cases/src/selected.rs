@@ -2,16 +2,14 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Configuration, Operation, SlotList, vocabulary};
-use shardcheck_formats::Counter;
 
 use crate::check::elements;
 use crate::id::Tokens;
 use crate::inputs::blocks::place;
 use crate::sparse::MAX_TOP_K;
+use crate::stream::Stream;
 use crate::{CaseError, MAX_ELEMENTS, Workload};
 
-/// Stream of the numbers by which tokens are chosen.
-const STREAM: u32 = 511;
 /// Of so many rows, one attends to no token where rows are ragged.
 const EMPTY_ROWS: u64 = 3;
 
@@ -49,7 +47,7 @@ impl SelectedTokens {
 
     /// Positions that each row attends to, in the order in which they are given; none for padding.
     pub fn draw(&self, workload: &Workload, configuration: &Configuration, seed: u64) -> Vec<Vec<usize>> {
-        let mut drawn = Counter::new(seed, STREAM);
+        let mut drawn = Stream::Selected.counter(seed);
         let owner = drawn.below(configuration.dcp as u64) as usize;
         let of_row = |row: Option<(usize, usize)>| {
             let Some((request, t)) = row else { return Vec::new() };

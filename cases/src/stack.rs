@@ -35,6 +35,10 @@ const MAX_STACK_WIDTH: usize = 1 << 12;
 /// Most elements of the weights, and of what all ranks show of all steps.
 const MAX_STACK_ELEMENTS: usize = 1 << 24;
 
+/// Most rows of a session whose weights are laid out: what it costs to follow them one at a time, through the keys of all before, grows with
+/// their square, and bounds that grow with the keys decide nothing any more.
+const MAX_WIRED_ROWS: usize = 1 << 10;
+
 /// Weights that are not drawn but laid out, so that what a whole run must give is known: attention of each layer finds one token, and the
 /// token behind a row is the one that stood behind the same token before.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -60,6 +64,7 @@ impl StackWiring {
         }
         Ok(Some(match tokens.take_number("m") {
             None => Self { drafts: 0, rounds: 0 },
+            Some(0) => return Err("m0 is no draft head: leave m and r out where there is none".to_owned()),
             Some(drafts) => Self { drafts, rounds: tokens.need_number("r")? },
         }))
     }
@@ -248,6 +253,11 @@ impl StackCase {
         self.check_pcp(&turns, &script)?;
         let rows: usize =
             turns.iter().map(|turn| turn.new_tokens.iter().sum::<usize>() + turn.padded_rows).sum();
+        if self.wiring.is_some() && rows > MAX_WIRED_ROWS {
+            return fail(format!(
+                "{rows} rows in all steps of a stack whose weights are laid out (.wired); there may be {MAX_WIRED_ROWS}"
+            ));
+        }
         let row = self.plan().places() * self.hidden * 3
             + self.layers * configuration.total_heads() * configuration.attention.qk_dim()
             + self.vocabulary;
@@ -381,9 +391,17 @@ mod tests {
             ("sharded", "split", "layout of the stream is missing"),
             ("sharded", "sharded.x1", "unknown here"),
             ("v37", "v0", "vocabulary is 0"),
-            ("sharded", "sharded.e4.k5.d1", "5 of 4 experts"),
-            ("sharded", "sharded.e4.k2.d2", "and a layer for them"),
-            ("sharded", "sharded.e4.k2.d1.y2", "2 of them by a table"),
+            ("sharded", "sharded.e4.k5.d1", "k (experts of a row) is 5; it must be between 1 and 4"),
+            (
+                "sharded",
+                "sharded.e4.k2.d2",
+                "d (layers in front of those with experts) is 2; it must be between 0 and 1",
+            ),
+            (
+                "sharded",
+                "sharded.e4.k2.d1.y2",
+                "y (layers routed by token id) is 2; it must be between 0 and 1",
+            ),
             ("sharded", "sharded.j4", "unknown here"),
             ("sharded", "sharded.e4.k2", "\"d\" with a whole number is missing"),
             ("dcp2", "dcp3", "does not divide"),
@@ -394,6 +412,7 @@ mod tests {
             ("tp4.", "mla16+7v12.tp4.", "whole number of pairs"),
             ("bf16.a2a.hi_lo/", "bf16.a2a.hi_lo~tp4.dcp1.h1.s1.b4.bf16.ag_rs/", "one KV group"),
             ("v0+9,", "v0+9000,", "elements"),
+            ("sharded/tiny-mla/", "sharded.wired.m0.r0/tiny-mla/", "leave m and r out"),
             ("/7", "", "parts between slashes"),
         ] {
             let text = ID.replacen("n9.", "", 1).replacen(from, to, 1);

@@ -18,6 +18,7 @@ use shardcheck_formats::{Counter, Dtype};
 
 use crate::axes::{Axes, Batch, Budget, Exchange, Interleave, Length, Limits, Projection};
 use crate::covering::covering;
+use crate::stream::Stream;
 use crate::{
     Body, Case, Family, MergeCase, MergePattern, Model, Placement, Probe, StateView, generate_sequence,
     patterns, rules,
@@ -27,10 +28,6 @@ use crate::{
 const MAX_ROUNDS: u64 = 64;
 /// Case seeds are drawn below this, so that they stay short in ids.
 const CASE_SEEDS: u64 = 10_000;
-/// Stream of the case seeds.
-const SEED_STREAM: u32 = 300;
-/// Stream of drawn sequences.
-const SEQUENCE_STREAM: u32 = 301;
 
 /// Names of the suites.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -104,7 +101,7 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     let file: SuiteFile = toml::from_str(name.text())
         .unwrap_or_else(|error| panic!("suite file of {name} is not well formed: {error}"));
     let mut suite =
-        Collector { seeds: Counter::new(seed, SEED_STREAM), known: HashSet::new(), cases: Vec::new() };
+        Collector { seeds: Stream::CaseSeeds.counter(seed), known: HashSet::new(), cases: Vec::new() };
     for edge in &file.edge {
         edge.collect(&mut suite);
     }
@@ -307,7 +304,7 @@ struct GeneratedSequences {
 
 impl GeneratedSequences {
     fn collect(&self, seed: u64, suite: &mut Collector) {
-        let mut counter = Counter::new(seed, SEQUENCE_STREAM);
+        let mut counter = Stream::Sequences.counter(seed);
         for _ in 0..self.count {
             suite.add(Case::sequence(generate_sequence(self.runs, &mut counter), 0));
         }

@@ -4,18 +4,21 @@
 //! user's own engine that the checks have teeth, without a change to the engine. An input that the engine derives for
 //! itself, or an answer that it does not give, cannot be tampered with: such a fault is not applicable, with the reason.
 
+mod batches;
 mod inputs;
+mod layers;
 mod replies;
 mod tensors;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use rayon::prelude::*;
 use shardcheck_cases::Case;
 use shardcheck_engine::{
-    Answer, Configuration, Engine, EngineError, Operation, Profile, Reply, RuleSetName, Session, Settings,
-    Tensors, Validation,
+    Answer, Configuration, Engine, EngineError, Operation, OperationKind, Profile, Reply, RuleSetName,
+    Session, Settings, Tensor, Tensors, Validation,
 };
 
 use crate::laboratory::Laboratory;
@@ -39,7 +42,7 @@ pub enum Tamper {
     Configuration(fn(&mut Configuration)),
     /// Changes the inputs of a step. They come back as the harness gave them.
     Inputs(fn(&Place<'_>, &mut Tensors)),
-    /// Changes an answer, given the one of the attention step before it in the session.
+    /// Changes an answer, given the one before it in the session to a step of the same kind; attention is of one kind.
     Reply(fn(&Place<'_>, &mut Reply, Option<&Reply>)),
 }
 
@@ -58,9 +61,9 @@ pub struct BoundaryFault {
     pub tamper: Tamper,
 }
 
-/// All faults at the boundary: first what is handed over, then what comes back.
+/// All faults at the boundary: of attention what is handed over, then what comes back; then of everything else.
 pub fn boundary_faults() -> impl Iterator<Item = &'static BoundaryFault> {
-    inputs::FAULTS.iter().chain(replies::FAULTS)
+    inputs::FAULTS.iter().chain(replies::FAULTS).chain(batches::FAULTS).chain(layers::FAULTS)
 }
 
 /// The fault at the boundary of that name.
@@ -111,7 +114,7 @@ impl Engine for Tampered<'_> {
                 configuration: handed,
                 tamper: self.fault.tamper,
                 touched: Arc::clone(&self.touched),
-                before: None,
+                before: HashMap::new(),
             })),
         })
     }
@@ -122,8 +125,8 @@ struct TamperedSession {
     configuration: Configuration,
     tamper: Tamper,
     touched: Arc<AtomicUsize>,
-    /// Answer of the last attention step, as the engine gave it.
-    before: Option<Reply>,
+    /// Answer of the last step of each kind, as the engine gave it.
+    before: HashMap<OperationKind, Reply>,
 }
 
 impl TamperedSession {
@@ -157,8 +160,12 @@ impl Session for TamperedSession {
         let (Tamper::Reply(change), Ok(Answer::Done(mut reply))) = (self.tamper, answer.clone()) else {
             return answer;
         };
-        let attends = matches!(operation, Operation::Attend { .. } | Operation::AttendContext { .. });
-        let before = if attends { self.before.replace(reply.clone()) } else { None };
+        let kind = match operation {
+            // what is answered to a batch does not depend on the operation that its rows are called by
+            Operation::Attend { .. } | Operation::AttendContext { .. } => OperationKind::Decode,
+            other => other.kind(inputs),
+        };
+        let before = self.before.insert(kind, reply.clone());
         let honest = reply.clone();
         let place = Place { operation, configuration: &self.configuration };
         change(&place, &mut reply, before.as_ref());
@@ -166,6 +173,20 @@ impl Session for TamperedSession {
             self.touched.fetch_add(1, Ordering::Relaxed);
         }
         Ok(Answer::Done(reply))
+    }
+}
+
+/// Changes an input of that name, where there is one.
+fn given(inputs: &mut Tensors, name: &str, change: impl FnOnce(&Tensor) -> Tensor) {
+    if let Some(tensor) = inputs.get_mut(name) {
+        *tensor = change(tensor);
+    }
+}
+
+/// Changes a tensor of an answer, where there is one of that name.
+fn returned(reply: &mut Reply, name: &str, change: impl FnOnce(&Tensor) -> Tensor) {
+    if let Some(tensor) = reply.outputs.get_mut(name) {
+        *tensor = change(tensor);
     }
 }
 

@@ -129,8 +129,11 @@ fn told(outcome: std::io::Result<()>) -> Result<(), CommandError> {
 
 /// The case of a file, or of an id where there is no such file.
 fn named_case(path: &std::path::Path) -> Result<Case, CommandError> {
-    match path.to_str().map(str::parse) {
+    match path.to_str().map(str::parse::<Case>) {
         Some(Ok(case)) if !path.exists() => Ok(case),
+        Some(Err(error)) if !path.exists() && path.to_str().is_some_and(naming::begins_with_a_family) => {
+            Err(CommandError::usage(error))
+        }
         _ => read_case(path),
     }
 }
@@ -141,7 +144,7 @@ pub(crate) fn read_case(path: &std::path::Path) -> Result<Case, CommandError> {
         CommandError::Usage(format!("failed to read the case {}: {error}", path.display()))
     })?;
     // a line of `list --format json` holds a case beside its id
-    let listed = serde_json::from_str::<serde_json::Value>(&text).ok().and_then(|mut value| {
+    let listed = shardcheck_cases::read_json(&text).ok().and_then(|mut value| {
         (value.get("schema_version").is_none() && value.get("id").is_some())
             .then(|| value["case"].take().to_string())
     });

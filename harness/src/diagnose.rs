@@ -7,30 +7,36 @@
 //! wrong answer, so nothing is ever said of one.
 
 mod blind;
+mod budget;
 mod comparison;
 mod evidence;
+mod fit;
+mod order;
 mod replay;
 mod residue;
+mod stages;
 mod stored;
 mod tell_apart;
 mod widths;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
-use shardcheck_cpu::{Fault, FaultClass, faults};
+use shardcheck_cpu::{Fault, faults};
 
 pub use blind::{Disguise, Trial, blind};
+use budget::Budget;
 pub use evidence::Evidence;
-use evidence::Reproduction;
+use fit::{Fit, fits_of, group};
+use order::likely_first;
 pub use stored::{MOST_CASES, evidence_of};
 
-use crate::finding::Stage;
 use crate::quiet::Quiet;
 
 /// Most candidates that a diagnosis keeps.
 const MOST_CANDIDATES: usize = 5;
+/// How long a case that tells candidates apart is looked for.
+const MOST_TIME_BETWEEN: Duration = Duration::from_secs(2);
 
 /// A known fault that explains what was seen, with those that do the same on these cases.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -66,7 +72,7 @@ pub struct Diagnosis {
     pub candidates: Vec<Candidate>,
     /// Faults that explain at least one case.
     pub fitting: usize,
-    /// Faults that were tried on every case that concerns them and explain none.
+    /// Faults that explain none of these cases; where another explains them all, those that do not explain the smallest.
     pub ruled_out: usize,
     /// Faults that the time did not suffice for.
     pub untried: usize,
@@ -82,9 +88,12 @@ pub struct Diagnosis {
 
 /// Diagnoses failed cases of one run together: a fault must explain them all to come first.
 ///
-/// The outcome depends on `budget` only when it is used up. No evidence, no diagnosis.
-pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
-    let started = Instant::now();
+/// `within` is processor time of each thread; the outcome depends on it only when it is used up. No evidence, no diagnosis.
+pub fn diagnose(evidence: &[Evidence], within: Duration) -> Option<Diagnosis> {
+    diagnose_with(evidence, &Budget::of(within))
+}
+
+fn diagnose_with(evidence: &[Evidence], budget: &Budget) -> Option<Diagnosis> {
     let _quiet = Quiet::new();
     let mut telling: Vec<&Evidence> = evidence.iter().filter(|evidence| evidence.is_telling()).collect();
     // small cases rule out as much as large ones, in less time
@@ -92,26 +101,16 @@ pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
     if telling.is_empty() {
         return None;
     }
-    let outcomes: Vec<Option<Fit>> = likely_first(&telling)
-        .par_iter()
-        .with_max_len(1)
-        .map(|fault| (started.elapsed() < budget).then(|| fit(fault, &telling)))
-        .collect();
-    let untried = outcomes.iter().filter(|outcome| outcome.is_none()).count();
-    let fits: Vec<Fit> = outcomes.into_iter().flatten().filter(|fit| fit.explains() > 0).collect();
+    let fits = fits_of(likely_first(&telling), &telling, budget);
+    let is_whole = fits.iter().any(Fit::explains_all);
+    let untried = fits.iter().filter(|fit| !fit.is_decided(is_whole)).count();
+    let fits: Vec<Fit> = fits.into_iter().filter(|fit| fit.explains() > 0).collect();
     let fitting = fits.len();
-    let mut groups = group(fits);
-    groups.sort_by(|a, b| {
-        a[0].rank(&telling).partial_cmp(&b[0].rank(&telling)).unwrap_or(std::cmp::Ordering::Equal)
+    let groups = group(fits, &telling);
+    let tell_apart = groups.first().filter(|_| !budget.is_up()).and_then(|group| {
+        let tied: Vec<&'static Fault> = group.iter().map(|fit| fit.fault).collect();
+        tell_apart::case_between(&tied, &telling[0].case, MOST_TIME_BETWEEN)
     });
-    let mut tell_apart = None;
-    if started.elapsed() < budget {
-        let left = budget - started.elapsed();
-        tell_apart = groups.first().and_then(|group| {
-            let tied: Vec<&'static Fault> = group.iter().map(|fit| fit.fault).collect();
-            tell_apart::case_between(&tied, &telling[0].case, left.min(Duration::from_secs(2)))
-        });
-    }
     Some(Diagnosis {
         cases: telling.iter().map(|evidence| evidence.id.clone()).collect(),
         candidates: groups.iter().take(MOST_CANDIDATES).map(|group| candidate(group, &telling)).collect(),
@@ -120,106 +119,12 @@ pub fn diagnose(evidence: &[Evidence], budget: Duration) -> Option<Diagnosis> {
         untried,
         ended: telling.iter().filter(|evidence| evidence.ended()).count(),
         tell_apart,
-        elapsed_s: started.elapsed().as_secs_f64(),
+        elapsed_s: budget.elapsed().as_secs_f64(),
     })
 }
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
-}
-
-/// The known faults, those that the failed properties point at first, since the time may not suffice for all: the more of what
-/// failed a fault names, and the less that did not, the likelier it is.
-fn likely_first(telling: &[&Evidence]) -> Vec<&'static Fault> {
-    let likeness = |fault: &Fault| -> f64 {
-        let of_case = |evidence: &&Evidence| {
-            let named =
-                evidence.properties.iter().filter(|id| fault.killed_by.contains(&id.as_str())).count();
-            let either = fault.killed_by.len() + evidence.properties.len() - named;
-            let stage = evidence.stage.is_some_and(|stage| agrees(fault.class, stage));
-            named as f64 / either.max(1) as f64 + if stage { 0.25 } else { 0.0 }
-        };
-        telling.iter().map(of_case).sum()
-    };
-    let mut order: Vec<(f64, &'static Fault)> =
-        faults().iter().map(|fault| (likeness(fault), fault)).collect();
-    // stable: equals stay in the order of the registry
-    order.sort_by(|a, b| b.0.total_cmp(&a.0));
-    order.into_iter().map(|(_, fault)| fault).collect()
-}
-
-/// How one fault does on each case.
-struct Fit {
-    fault: &'static Fault,
-    cases: Vec<Option<Reproduction>>,
-}
-
-fn fit(fault: &'static Fault, evidence: &[&Evidence]) -> Fit {
-    Fit { fault, cases: evidence.iter().map(|evidence| evidence.try_fault(fault)).collect() }
-}
-
-impl Fit {
-    fn explains(&self) -> usize {
-        self.cases.iter().flatten().count()
-    }
-
-    fn is_exact(&self) -> bool {
-        self.cases.iter().flatten().all(|reproduction| reproduction.exact)
-    }
-
-    fn beside(&self) -> usize {
-        self.cases.iter().flatten().map(|reproduction| reproduction.beside).sum()
-    }
-
-    fn distance(&self) -> f64 {
-        let distances: Vec<f64> = self.cases.iter().flatten().map(|r| r.distance).collect();
-        distances.iter().sum::<f64>() / distances.len().max(1) as f64
-    }
-
-    fn stage_agrees(&self, evidence: &[&Evidence]) -> bool {
-        let explained = evidence.iter().zip(&self.cases).filter(|(_, case)| case.is_some());
-        explained.filter_map(|(evidence, _)| evidence.stage).all(|stage| agrees(self.fault.class, stage))
-    }
-
-    /// Whether a failed property is one that the fault names, on all cases.
-    fn is_named(&self, evidence: &[&Evidence]) -> bool {
-        let explained = evidence.iter().zip(&self.cases).filter(|(_, case)| case.is_some());
-        let named = |evidence: &Evidence| {
-            evidence.properties.iter().any(|property| self.fault.killed_by.contains(&property.as_str()))
-        };
-        explained.into_iter().all(|(evidence, _)| named(evidence))
-    }
-
-    /// Smaller is better: cases left unexplained, then bits, parts beside the wrong ones, properties, stage, distance, order of
-    /// the list of faults.
-    fn rank(&self, evidence: &[&Evidence]) -> (usize, bool, usize, bool, bool, f64, usize) {
-        let place = faults().iter().position(|fault| fault.name == self.fault.name).unwrap_or(usize::MAX);
-        (
-            evidence.len() - self.explains(),
-            !self.is_exact(),
-            self.beside(),
-            !self.is_named(evidence),
-            !self.stage_agrees(evidence),
-            self.distance(),
-            place,
-        )
-    }
-
-    fn effects(&self) -> Vec<Option<[u8; 32]>> {
-        self.cases.iter().map(|case| case.as_ref().map(|reproduction| reproduction.effect)).collect()
-    }
-}
-
-/// Faults that answer the same on every case, together.
-fn group(fits: Vec<Fit>) -> Vec<Vec<Fit>> {
-    let mut groups: Vec<Vec<Fit>> = Vec::new();
-    for fit in fits {
-        match groups.iter_mut().find(|group| group[0].effects() == fit.effects()) {
-            Some(group) => group.push(fit),
-            None => groups.push(vec![fit]),
-        }
-    }
-    groups
 }
 
 fn candidate(group: &[Fit], evidence: &[&Evidence]) -> Candidate {
@@ -236,32 +141,6 @@ fn candidate(group: &[Fit], evidence: &[&Evidence]) -> Candidate {
         stage_agrees: best.stage_agrees(evidence),
         distance: best.distance(),
     }
-}
-
-/// Whether a mistake of a class can first show at a stage.
-fn agrees(class: FaultClass, stage: Stage) -> bool {
-    use FaultClass as C;
-    use Stage as S;
-    let stages: &[Stage] = match class {
-        C::LayoutIndex => &[S::Layout, S::Selection, S::RowBound, S::Write, S::Gather, S::Partial],
-        C::CausalBound | C::SpecDecode => &[S::Layout, S::RowBound, S::Gather, S::Partial, S::Merge],
-        C::LseMath => &[S::Partial, S::Exchange, S::Merge, S::Output],
-        C::EmptyShard => &[S::Layout, S::RowBound, S::Partial, S::Merge, S::Output],
-        C::DtypeScale => &[S::Selection, S::Write, S::Gather, S::Partial, S::Exchange, S::Merge],
-        C::HeadLayout => &[S::Query, S::Partial, S::Merge, S::Output, S::Configuration],
-        C::CollectiveOrder => {
-            &[S::Routing, S::Selection, S::RowBound, S::Query, S::Gather, S::Exchange, S::Merge, S::Output]
-        }
-        C::Padding => {
-            &[S::Layout, S::Routing, S::RowBound, S::Write, S::Gather, S::Exchange, S::Merge, S::Output]
-        }
-        C::ConfigGate => &[S::Configuration, S::Exchange],
-        C::TopKSelect => &[S::Layout, S::Selection, S::RowBound, S::Exchange],
-        C::MoeRoute => &[S::Routing, S::Exchange, S::Merge],
-        C::StaleMetadata => &[S::RowBound, S::Partial, S::Output],
-        C::Hang => &S::ALL,
-    };
-    stages.contains(&stage)
 }
 
 impl Diagnosis {
@@ -283,7 +162,8 @@ impl Diagnosis {
                     format!("every wrong output within its bound; {beside} other answers differ")
                 }
             };
-            let stage = if candidate.stage_agrees {
+            // where every bit is the same, nothing speaks against it
+            let stage = if candidate.stage_agrees || candidate.exact {
                 ""
             } else {
                 "; first diverges at a stage that its class seldom shows at, so look at the answers first"
@@ -319,7 +199,7 @@ impl Diagnosis {
         }
         let untried = if self.untried > 0 {
             format!(
-                ", {} not tried for want of time: `shardcheck diagnose` takes a run and a longer --budget-s",
+                ", {} not tried, or not on all cases, for want of time: `shardcheck diagnose` takes a run and a longer --budget-s",
                 self.untried
             )
         } else {

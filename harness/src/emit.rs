@@ -145,7 +145,10 @@ pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<S
 }
 
 /// Refuses what a script can't hold, with what to do instead.
-fn refuse(case: &Case) -> Result<(), EmitError> {
+///
+/// # Errors
+/// [`EmitError::NoReference`] and [`EmitError::Rules`].
+pub fn refuse(case: &Case) -> Result<(), EmitError> {
     let id = case.id();
     if case.family == Family::Rules {
         return Err(EmitError::Rules { id });

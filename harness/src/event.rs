@@ -111,6 +111,9 @@ pub struct RunHeader {
     pub engine: String,
     /// Fault that was injected, if any.
     pub fault: Option<String>,
+    /// Seconds that ranks might wait for each other, where it was said on the command line.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub timeout_s: Option<f64>,
     /// The engine's profile.
     pub profile: serde_json::Value,
     /// Selection options in force, to resume with.
@@ -129,7 +132,7 @@ pub struct RunHeader {
 #[serde(rename_all = "snake_case", tag = "event")]
 pub enum Event {
     /// First line of a run.
-    RunStarted(RunHeader),
+    RunStarted(Box<RunHeader>),
     /// A case was judged or skipped.
     CaseJudged(CaseResult),
     /// A case failed; the value that reproduces it.

@@ -36,8 +36,8 @@ pub struct Plan<'a> {
     pub jobs: usize,
     /// Whether the first failure ends the run.
     pub fail_fast: bool,
-    /// How long failures may be diagnosed for after the cases; `None` for not at all.
-    pub diagnose_within: Option<Duration>,
+    /// How long failures may be diagnosed for after the cases, and on how many threads; `None` for not at all.
+    pub diagnosis: Option<(Duration, usize)>,
     /// Cases on which faults are tried after the cases; empty for none.
     pub mutant_cases: &'a [Case],
     /// Claims that failures are held against, and all cases of the run, judged before or not.
@@ -89,11 +89,8 @@ pub fn execute(
     show: &mut dyn FnMut(&Event),
 ) -> Result<Outcome, ExecuteError> {
     let started = Instant::now();
-    let pool = rayon::ThreadPoolBuilder::new()
-        .num_threads(plan.jobs.min(plan.cases.len().max(plan.mutant_cases.len()).max(1)))
-        .build()
-        .map_err(|error| ExecuteError::Threads { jobs: plan.jobs, reason: error.to_string() })?;
-    show(&Event::RunStarted(directory.header().clone()));
+    let pool = threads_of(plan.jobs.min(plan.cases.len().max(plan.mutant_cases.len()).max(1)))?;
+    show(&Event::RunStarted(Box::new(directory.header().clone())));
     for result in &plan.before {
         show(&Event::CaseJudged(result.clone()));
     }
@@ -122,10 +119,11 @@ pub fn execute(
     });
     result?;
     let failed = statuses.iter().any(|status| status.is_failure());
-    if let Some(budget) = plan.diagnose_within.filter(|_| failed) {
+    if let Some((budget, threads)) = plan.diagnosis.filter(|_| failed) {
         // what was stored is diagnosed, so that `diagnose` says the same of the folder later
         let record = run_directory::read_events(directory.path())?;
-        let diagnosis = pool.install(|| -> Result<_, ExecuteError> {
+        // one case that failed is no reason to try faults one by one
+        let diagnosis = threads_of(threads)?.install(|| -> Result<_, ExecuteError> {
             let evidence = evidence_of(directory.path(), &record, MOST_CASES, budget / 2)?;
             Ok(diagnose(&evidence, budget / 2))
         })?;
@@ -154,6 +152,11 @@ pub fn execute(
     directory.finish()?;
     show(&event);
     Ok(Outcome { exit, cut_short })
+}
+
+fn threads_of(jobs: usize) -> Result<rayon::ThreadPool, ExecuteError> {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(jobs).build();
+    pool.map_err(|error| ExecuteError::Threads { jobs, reason: error.to_string() })
 }
 
 /// Judges the entries of the claims by everything that the run has on disk, what was judged before a resume included.

@@ -79,7 +79,7 @@ impl RunRecord {
     /// Takes one event into a record that begins with the run's first event.
     pub fn follow(record: &mut Option<Self>, event: &Event) {
         match (record.as_mut(), event) {
-            (None, Event::RunStarted(header)) => *record = Some(Self::new(header.clone())),
+            (None, Event::RunStarted(header)) => *record = Some(Self::new((**header).clone())),
             (Some(record), event) => record.absorb(event),
             (None, _) => {}
         }

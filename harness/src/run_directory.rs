@@ -246,6 +246,11 @@ pub fn case_folder_name(id: &str) -> String {
 pub fn resolve(root: &Path, name: &str) -> Result<PathBuf, RunDirectoryError> {
     let not_a_run =
         |reason: &str| RunDirectoryError::NotARun { path: PathBuf::from(name), reason: reason.to_owned() };
+    if name.is_empty() {
+        // every id begins with nothing
+        let (path, reason) = (PathBuf::from("\"\""), "the name is empty".to_owned());
+        return Err(RunDirectoryError::NotARun { path, reason });
+    }
     if name == LATEST {
         let link = root.join(LATEST);
         let target = match fs::read_link(&link) {

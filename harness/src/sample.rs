@@ -19,6 +19,7 @@ pub fn header() -> RunHeader {
         seed: 7,
         engine: "cpu".into(),
         fault: None,
+        timeout_s: None,
         profile: serde_json::json!({"engine": "cpu", "version": "0.1.0"}),
         selection: serde_json::to_value(Selection::default()).unwrap(),
         claims: None,
@@ -116,7 +117,7 @@ pub fn events(header: &RunHeader) -> Vec<Event> {
         ),
     ];
     let counts = count_statuses(results.iter().map(|r| r.status));
-    let mut events = vec![Event::RunStarted(header.clone())];
+    let mut events = vec![Event::RunStarted(Box::new(header.clone()))];
     for result in results {
         let id = result.id.clone();
         let failed = result.status == Status::Fail;

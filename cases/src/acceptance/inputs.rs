@@ -4,16 +4,7 @@ use shardcheck_engine::{AcceptanceMethod, Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype};
 
 use super::{AcceptanceCase, AcceptancePattern, DraftRequest};
-
-/// Streams of a case's seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Logits = 0,
-    Drafts = 1,
-    Uniform = 2,
-    Noise = 3,
-    Temperature = 4,
-}
+use crate::stream::Stream;
 
 /// Inputs of one case; the batch is that of the case or the one that its pattern makes.
 #[derive(Debug, Clone)]
@@ -94,7 +85,7 @@ pub fn generate_acceptance(case: &AcceptanceCase, seed: u64) -> AcceptanceInputs
 fn tensors(case: &AcceptanceCase, made: &AcceptanceInputs) -> Tensors {
     let (count, rows, vocabulary) = (made.drafts.len(), made.target.len() / case.vocabulary, case.vocabulary);
     let starts: Vec<i32> = made.starts.iter().map(|start| *start as i32).collect();
-    let mut garbage = Counter::new(rows as u64, Stream::Drafts as u32);
+    let mut garbage = Stream::AcceptanceDrafts.counter(rows as u64);
     let columns = made.columns;
     // entries behind a request's drafts are tokens like any other
     let drafts = made.drafts.iter().flat_map(|own| (0..columns).map(|column| own.get(column)));
@@ -225,10 +216,10 @@ fn gumbel(counter: &mut Counter) -> f32 {
 }
 
 fn draw(case: &AcceptanceCase, seed: u64) -> AcceptanceInputs {
-    let stream = |stream: Stream| Counter::new(seed, stream as u32);
-    let (mut logits, mut tokens) = (stream(Stream::Logits), stream(Stream::Drafts));
-    let (mut numbers, mut noises) = (stream(Stream::Uniform), stream(Stream::Noise));
-    let mut temperatures = stream(Stream::Temperature);
+    let stream = |stream: Stream| stream.counter(seed);
+    let (mut logits, mut tokens) = (stream(Stream::AcceptanceLogits), stream(Stream::AcceptanceDrafts));
+    let (mut numbers, mut noises) = (stream(Stream::AcceptanceUniform), stream(Stream::AcceptanceNoise));
+    let mut temperatures = stream(Stream::AcceptanceTemperature);
     let columns = case.requests.iter().map(|request| request.drafts).max().unwrap_or(0).max(1);
     let sampled = case.pattern == AcceptancePattern::Sampled;
     let mut shared: Vec<(Vec<f32>, Vec<f32>)> = Vec::new();

@@ -2,18 +2,7 @@
 
 use shardcheck_formats::{Counter, Distribution, Dtype, Recipe};
 
-/// What is drawn; each from a stream of its own, so that one never shifts another.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[repr(u32)]
-pub(crate) enum Stream {
-    Query = 1,
-    Key = 2,
-    Value = 3,
-    KeyMean = 4,
-    ValueMean = 5,
-    UpProjection = 6,
-    Placement = 7,
-}
+use crate::stream::Stream;
 
 /// Elements that a stream keeps apart for each request.
 const REQUEST_STRIDE: u64 = 1 << 46;
@@ -48,7 +37,7 @@ impl Draw {
 
     /// Decisions on block placement.
     pub fn placement(&self) -> Counter {
-        Counter::new(self.seed, Stream::Placement as u32)
+        Stream::Placement.counter(self.seed)
     }
 
     fn recipe(&self, stream: Stream, distribution: Distribution) -> Recipe {

@@ -10,7 +10,8 @@ use shardcheck_formats::{half_ulp, round_bf16};
 
 use super::blocks::blocks_needed;
 use super::code::TokenCode;
-use super::draw::{Draw, Stream};
+use super::draw::Draw;
+use crate::stream::Stream;
 use crate::{AttentionCase, Family, Probe};
 
 /// Distances that one steering element tells apart; older keys lie at [`FLOOR`]. Integers up to 8 are exact in every 8-bit

@@ -4,13 +4,7 @@ use shardcheck_engine::{KdaGate, Tensor, Tensors};
 use shardcheck_formats::{Counter, Dtype, round_bf16};
 
 use super::{KdaCase, KdaPattern, KdaRequest};
-
-/// Streams of a case's seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Weights = 0,
-    Rows = 1,
-}
+use crate::stream::Stream;
 
 /// Beyond it σ, exp and softplus of 32 bits are at their ends.
 const FAR: f32 = 2000.0;
@@ -58,7 +52,7 @@ pub struct KdaInputs {
 
 /// Makes the inputs of a case. Equal arguments give equal inputs.
 pub fn generate_kda(case: &KdaCase, seed: u64) -> KdaInputs {
-    let mut counter = Counter::new(seed, Stream::Rows as u32);
+    let mut counter = Stream::KdaRows.counter(seed);
     let (mut rows, mut steps) = (Vec::new(), Vec::new());
     for (number, requests) in case.steps.iter().enumerate() {
         let mut own = Vec::new();
@@ -77,7 +71,7 @@ fn gaussians(counter: &mut Counter, count: usize, mean: f64, spread: f64) -> Vec
 }
 
 fn weights(case: &KdaCase, seed: u64) -> Tensors {
-    let mut counter = Counter::new(seed, Stream::Weights as u32);
+    let mut counter = Stream::KdaWeights.counter(seed);
     let KdaCase { heads, value_heads, key_dim, value_dim, taps, .. } = *case;
     let mut tensors = Tensors::new();
     for (name, shape, mean, spread) in [

@@ -2,11 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{CompressPlan, Operation, Tensor, Tensors, vocabulary};
-use shardcheck_formats::{Counter, Dtype};
+use shardcheck_formats::Dtype;
 
 use super::PcpCase;
 use crate::check::elements;
 use crate::id::Tokens;
+use crate::stream::Stream;
 use crate::{Body, Case, CaseError, Family};
 
 /// Most tokens of a block, and most columns of an entry.
@@ -27,14 +28,6 @@ vocabulary! {
         /// So far apart that most weights underflow.
         Spread = "spread",
     }
-}
-
-/// Numbers of one kind under one seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Value = 521,
-    Gate = 522,
-    Bias = 523,
 }
 
 /// How much more the gate of a token has than that of the token before it, where the newest one wins.
@@ -87,9 +80,9 @@ impl CompressPcpCase {
     /// Inputs of the step.
     pub fn tensors(&self, seed: u64) -> Tensors {
         let columns = self.columns();
-        let stream = |stream: Stream| Counter::new(seed, stream as u32);
+        let stream = |stream: Stream| stream.counter(seed);
         let (mut of_value, mut of_gate, mut of_bias) =
-            (stream(Stream::Value), stream(Stream::Gate), stream(Stream::Bias));
+            (stream(Stream::CompressValue), stream(Stream::CompressGate), stream(Stream::CompressBias));
         let (mut new, mut held) = ([Vec::new(), Vec::new()], [Vec::new(), Vec::new()]);
         for request in &self.batch.requests {
             let context = request.context_tokens;

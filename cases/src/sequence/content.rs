@@ -7,7 +7,8 @@ use shardcheck_engine::Configuration;
 use shardcheck_formats::round_bf16;
 
 use super::{SequenceCase, Turn};
-use crate::inputs::draw::{Draw, Stream};
+use crate::inputs::draw::Draw;
+use crate::stream::Stream;
 use crate::{AttentionCase, Inputs};
 
 /// Deviation of the scores: some tokens carry most of the weight, so that a wrong one moves the output by much.

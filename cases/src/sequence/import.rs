@@ -1,16 +1,14 @@
 //! The caches that requests bring along from a session of another layout.
 
 use shardcheck_engine::{CacheLayout, Configuration, Conventions, Tensor, Tensors};
-use shardcheck_formats::Counter;
 
 use super::SequenceCase;
 use super::content::{table, token_row};
 use crate::inputs::blocks::place;
 use crate::inputs::cache_code;
-use crate::inputs::draw::{Draw, Stream};
+use crate::inputs::draw::Draw;
+use crate::stream::Stream;
 
-/// Stream of the order of blocks in the caches of a source.
-const SOURCE_STREAM: u32 = 411;
 /// Bytes of every slot that holds none of the tokens: a finite number in each cache format, so that one that is taken over by
 /// mistake is neither what was there before nor a NaN.
 const FILLER: u8 = 0x2A;
@@ -105,7 +103,7 @@ impl Import {
     /// Blocks of each request in the source, in no order.
     fn source_blocks(&self, source: &Configuration, seed: u64) -> Vec<Vec<i32>> {
         let mut free: Vec<i32> = (0..source.blocks as i32).collect();
-        let mut counter = Counter::new(seed ^ self.step as u64, SOURCE_STREAM);
+        let mut counter = Stream::SourceBlocks.counter(seed ^ self.step as u64);
         for last in (1..free.len()).rev() {
             free.swap(last, counter.below(last as u64 + 1) as usize);
         }

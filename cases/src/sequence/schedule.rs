@@ -7,15 +7,12 @@
 use std::collections::BTreeMap;
 
 use shardcheck_engine::CacheLayout;
-use shardcheck_formats::Counter;
 
 use super::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_SEQUENCE_TOKENS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step,
 };
+use crate::stream::Stream;
 use crate::{AttentionCase, Placement, Probe, Request, Workload};
-
-/// Stream of the order in which blocks are given away at first.
-const BLOCK_STREAM: u32 = 410;
 
 /// One run of the engine, with everything that the scheduler decided for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -79,7 +76,7 @@ impl Turn {
 pub fn turns(sequence: &SequenceCase, seed: u64) -> Result<Vec<Turn>, String> {
     let configuration = &sequence.configuration;
     let mut free: Vec<i32> = (1..configuration.blocks as i32).collect();
-    let mut counter = Counter::new(seed, BLOCK_STREAM);
+    let mut counter = Stream::SessionBlocks.counter(seed);
     for last in (1..free.len()).rev() {
         free.swap(last, counter.below(last as u64 + 1) as usize);
     }

@@ -7,17 +7,7 @@ use shardcheck_formats::{Counter, Dtype};
 
 use super::{IndexPattern, SelectCase};
 use crate::inputs::blocks::{block_table, place};
-
-/// Numbers of one kind under one seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Query = 501,
-    Weights = 502,
-    Key = 503,
-    Scale = 504,
-    Placement = 505,
-    Rank = 506,
-}
+use crate::stream::Stream;
 
 /// What the last element of a query holds where keys are steered by it.
 const STEER: f32 = 4.0;
@@ -32,15 +22,15 @@ const WINNING_STEPS: f32 = 16.0;
 
 /// Inputs of a case.
 pub(super) fn draw(case: &SelectCase, seed: u64) -> Tensors {
-    let stream = |stream: Stream| Counter::new(seed, stream as u32);
+    let stream = |stream: Stream| stream.counter(seed);
     let configuration = case.configuration();
-    let (table, width) = block_table(&case.workload, &configuration, &mut stream(Stream::Placement));
+    let (table, width) = block_table(&case.workload, &configuration, &mut stream(Stream::IndexPlacement));
     let (count, rows) = (case.workload.requests.len(), case.workload.total_rows());
     let (heads, dim) = (case.index_heads, case.index_dim);
-    let mut drawn = stream(Stream::Query);
+    let mut drawn = stream(Stream::IndexQuery);
     let query: Vec<f32> =
         (0..rows * heads * dim).map(|at| query_element(&mut drawn, case, at % dim)).collect();
-    let mut drawn = stream(Stream::Weights);
+    let mut drawn = stream(Stream::IndexWeights);
     let weights: Vec<f32> = (0..rows * heads).map(|_| weight(&mut drawn, case)).collect();
     let lens: Vec<i32> = case.workload.requests.iter().map(|request| request.seq_len() as i32).collect();
     let mut tensors = Tensors::new()
@@ -65,9 +55,8 @@ fn caches(case: &SelectCase, seed: u64, table: &[i32], width: usize) -> (Vec<f32
     let (dim, per_rank) = (case.index_dim, case.blocks * case.block_size);
     let mut cache = vec![f32::NAN; case.tp * per_rank * dim];
     let mut scales = vec![f32::NAN; case.tp * per_rank];
-    let winner = Counter::new(seed, Stream::Rank as u32).below(case.dcp as u64) as usize;
-    let (mut drawn, mut of_scale) =
-        (Counter::new(seed, Stream::Key as u32), Counter::new(seed, Stream::Scale as u32));
+    let winner = Stream::IndexRank.counter(seed).below(case.dcp as u64) as usize;
+    let (mut drawn, mut of_scale) = (Stream::IndexKey.counter(seed), Stream::IndexScale.counter(seed));
     let mut key = vec![0.0; dim];
     for (number, request) in case.workload.requests.iter().enumerate() {
         let len = request.seq_len();

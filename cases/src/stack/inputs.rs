@@ -1,18 +1,12 @@
 //! Inputs of a case of a stack: weights, tokens, and the tensors of each step.
 
 use shardcheck_engine::{Tensor, Tensors};
-use shardcheck_formats::{Counter, Dtype, round_bf16};
+use shardcheck_formats::{Dtype, round_bf16};
 
 use super::script::Script;
 use super::{StackCase, StateTurn, THETA, state_turns, wired};
+use crate::stream::Stream;
 use crate::{Inputs, SequenceCase, Turn};
-
-/// Streams of a case's seed.
-#[derive(Clone, Copy)]
-enum Stream {
-    Weights = 430,
-    Tokens = 431,
-}
 
 /// Deviation of the scores: some tokens carry most of the weight, so that a wrong one moves much.
 const SCORE: f64 = 1.5;
@@ -72,7 +66,7 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
     let numbers = turns.iter().flat_map(|own| own.turn.tokens.iter().flatten()).copied();
     let count = numbers.max().map_or(0, |last| last as usize + 1);
     let longest = turns.iter().flat_map(|own| own.turn.tokens.iter().map(Vec::len)).max().unwrap_or(0);
-    let mut counter = Counter::new(seed, Stream::Tokens as u32);
+    let mut counter = Stream::StackTokens.counter(seed);
     let mut tokens: Vec<i32> = (0..count).map(|_| counter.below(case.vocabulary as u64) as i32).collect();
     for (turn, run) in turns.iter().zip(&script.runs) {
         for (numbers, fed) in turn.turn.tokens.iter().zip(&run.fed) {
@@ -86,7 +80,7 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
 }
 
 fn weights(case: &StackCase, seed: u64, positions: usize) -> Tensors {
-    let mut counter = Counter::new(seed, Stream::Weights as u32);
+    let mut counter = Stream::StackWeights.counter(seed);
     let configuration = case.configuration();
     let (hidden, inner) = (case.hidden as f64, case.inner as f64);
     let attention = configuration.attention;

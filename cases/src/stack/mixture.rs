@@ -4,14 +4,12 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     ExpertChoice, MaskedFill, Renormalise, Router, Scoring, StackExperts, Tensor, Tensors,
 };
-use shardcheck_formats::{Counter, Dtype, round_bf16};
+use shardcheck_formats::{Dtype, round_bf16};
 
 use super::{MAX_STACK_WIDTH, StackCase};
 use crate::CaseError;
 use crate::id::Tokens;
-
-/// Stream of a case's seed.
-const STREAM: u32 = 433;
+use crate::stream::Stream;
 
 /// Layers of a stack that have experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -65,14 +63,20 @@ impl StackMixture {
 
     pub(super) fn check(&self, layers: usize) -> Result<(), CaseError> {
         let Self { experts, top_k, dense, hashed, shared, latent, .. } = *self;
-        if experts.max(shared).max(latent) > MAX_STACK_WIDTH
-            || !(1..=experts).contains(&top_k)
-            || dense >= layers
-            || hashed > layers - dense
-        {
-            return Err(CaseError::OutOfRange(format!(
-                "{top_k} of {experts} experts behind {dense} of {layers} layers, {hashed} of them by a table: there must be as many, and a layer for them"
-            )));
+        let behind = layers.saturating_sub(dense);
+        for (name, value, least, most) in [
+            ("e (experts)", experts, 1, MAX_STACK_WIDTH),
+            ("k (experts of a row)", top_k, 1, experts),
+            ("d (layers in front of those with experts)", dense, 0, layers.saturating_sub(1)),
+            ("y (layers routed by token id)", hashed, 0, behind),
+            ("j (width of the shared expert)", shared, 0, MAX_STACK_WIDTH),
+            ("z (width of latent experts)", latent, 0, MAX_STACK_WIDTH),
+        ] {
+            if !(least..=most).contains(&value) {
+                return Err(CaseError::OutOfRange(format!(
+                    "{name} is {value}; it must be between {least} and {most}"
+                )));
+            }
         }
         Ok(())
     }
@@ -107,7 +111,7 @@ impl StackCase {
     /// Adds the weights that stand around experts: bias, table, shared expert, latent projections.
     pub(super) fn add_mixture_weights(&self, seed: u64, tensors: &mut Tensors) {
         let Some(own) = self.mixture else { return };
-        let mut counter = Counter::new(seed, STREAM);
+        let mut counter = Stream::StackMixture.counter(seed);
         let (layers, hidden) = (self.plan().mixtures(), self.hidden);
         let mut draw = |shape: &[usize], mean: f64, deviation: f64, dtype: Dtype| {
             let value = |_| {

@@ -2,14 +2,13 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{KdaGate, KdaPlan, LayerKind, LayerPattern, Tensor, Tensors};
-use shardcheck_formats::{Counter, Dtype, round_bf16};
+use shardcheck_formats::{Dtype, round_bf16};
 
 use super::{StackCase, StackSelection};
 use crate::id::Tokens;
+use crate::stream::Stream;
 use crate::{CaseError, Step};
 
-/// Stream of a case's seed.
-const STREAM: u32 = 432;
 /// Widest head, most taps and longest chunk.
 const MAX_WIDTH: usize = 1 << 8;
 
@@ -119,7 +118,7 @@ impl StackCase {
 
     /// Adds the weights of the recurrent layers.
     pub(super) fn add_recurrent_weights(&self, seed: u64, tensors: &mut Tensors) {
-        let mut counter = Counter::new(seed, STREAM);
+        let mut counter = Stream::StackRecurrence.counter(seed);
         for (name, dtype, shape, [mean, deviation]) in self.recurrent_weights() {
             let draw = |_| {
                 let value = (mean + counter.gaussian() * deviation) as f32;

@@ -3,10 +3,8 @@
 use shardcheck_formats::Counter;
 
 use super::{StackCase, StackWiring};
+use crate::stream::Stream;
 use crate::{NewTokens, RunKind, SequenceCase, Step, Turn, turns};
-
-/// Stream of the order of a text's tokens.
-const TEXT_STREAM: u32 = 432;
 
 /// What a session runs, with tokens where they are laid out.
 #[derive(Debug, Clone)]
@@ -112,7 +110,7 @@ impl Script {
         let Some(wiring) = case.wiring else { return Ok(plain) };
         let mut writer = Writer {
             vocabulary: case.vocabulary,
-            counter: Counter::new(seed, TEXT_STREAM),
+            counter: Stream::StackText.counter(seed),
             held: Default::default(),
             script: Self { session: SequenceCase { steps: Vec::new(), ..case.session.clone() }, ..plain },
         };

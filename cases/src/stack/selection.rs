@@ -2,14 +2,12 @@
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{LayerKind, SlotList, Tensor};
-use shardcheck_formats::Counter;
 
 use super::StackCase;
 use crate::id::Tokens;
-use crate::{CaseError, MAX_TOKENS, Turn};
-
-/// Stream of a case's seed.
-const STREAM: u32 = 434;
+use crate::sparse::MAX_TOP_K;
+use crate::stream::Stream;
+use crate::{CaseError, Turn};
 
 /// Tokens that rows attend to in layers that have some named.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -52,8 +50,11 @@ impl StackCase {
             return fail(format!("layer {layer} shares a selection (r), and no layer before has one (s)"));
         }
         match self.selection {
-            Some(own) if own.top_k == 0 || own.top_k > MAX_TOKENS || self.selecting() == 0 => {
-                fail(format!("{} tokens of a row in {} layers that select (s)", own.top_k, self.selecting()))
+            Some(_) if self.selecting() == 0 => {
+                fail("x tokens of a row in layers that select, and no layer does (s)".to_owned())
+            }
+            Some(own) if own.top_k == 0 || own.top_k > MAX_TOP_K => {
+                fail(format!("x (tokens of a row) is {}; it must be between 1 and {MAX_TOP_K}", own.top_k))
             }
             None if self.selecting() > 0 => {
                 fail("layers select tokens (s), and it is not said how many".to_owned())
@@ -65,7 +66,7 @@ impl StackCase {
     /// Positions of the tokens of each row of a run, for each layer that has some named; none for rows of padding.
     pub(super) fn select(&self, turn: &Turn, seed: u64) -> Vec<Vec<Vec<usize>>> {
         let Some(own) = self.selection else { return Vec::new() };
-        let mut counter = Counter::new(seed ^ ((turn.step as u64) << 32), STREAM);
+        let mut counter = Stream::StackSelection.counter(seed ^ ((turn.step as u64) << 32));
         let mut of_layer = || {
             let mut rows = Vec::new();
             for (tokens, new) in turn.tokens.iter().zip(&turn.new_tokens) {
@@ -127,7 +128,7 @@ mod tests {
     fn a_selection_that_nobody_has_or_goes_by_is_refused() {
         for (from, to, reason) in [
             ("srms", "rsms", "layer 0 shares a selection"),
-            ("x3", "x0", "0 tokens of a row"),
+            ("x3", "x0", "x (tokens of a row) is 0; it must be between 1 and 16384"),
             (".x3.packed", "", "\"x\" with a whole number is missing"),
             ("srms.x3.packed", "mmmm.x3.packed", "unknown here"),
         ] {

@@ -4,7 +4,7 @@ use shardcheck_engine::{Configuration, Operation, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use super::tensors::{counted, exchanged, mapped, reinterpreted, rolled};
-use super::{BoundaryFault, Tamper};
+use super::{BoundaryFault, Tamper, given};
 
 /// Properties of attention that see a wrong input first.
 const OUTPUTS: &[&str] = &["decode.output", "verify.output", "draft.output", "context.output"];
@@ -60,7 +60,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
             if *place.operation == Operation::WriteKv {
                 let blocks = place.configuration.blocks as i64;
                 let next = |id: i64| if (0..blocks).contains(&id) { (id + 1) % blocks } else { id };
-                change(inputs, "block_table", |table| counted(table, |at, all| next(all[at])));
+                given(inputs, "block_table", |table| counted(table, |at, all| next(all[at])));
             }
         }),
     },
@@ -93,7 +93,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "query_start_loc",
         killed_by: &["verify.row-lengths", "decode.row-lengths", "verify.output", "decode.output"],
         tamper: Tamper::Inputs(|_, inputs| {
-            change(inputs, "query_start_loc", |starts| {
+            given(inputs, "query_start_loc", |starts| {
                 counted(starts, |at, all| {
                     let last = all.last().copied().unwrap_or(0);
                     if at == 0 { all[at] } else { (all[at] + 1).min(last) }
@@ -106,14 +106,14 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the first two query rows are handed over in the other order",
         touches: "query",
         killed_by: &["decode.query", "verify.query", "decode.output", "verify.output", "context.output"],
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "query", |query| exchanged(query, 0, 0, 1))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "query", |query| exchanged(query, 0, 0, 1))),
     },
     BoundaryFault {
         name: "query-heads-exchanged",
         title: "the first two query heads are handed over in the other order",
         touches: "query",
         killed_by: &["decode.query", "verify.query", "decode.output", "verify.output", "context.output"],
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "query", |query| exchanged(query, 1, 0, 1))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "query", |query| exchanged(query, 1, 0, 1))),
     },
     BoundaryFault {
         name: "query-of-another-dtype",
@@ -121,7 +121,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "query",
         killed_by: &["decode.query", "verify.query", "decode.output", "verify.output", "context.output"],
         tamper: Tamper::Inputs(|_, inputs| {
-            change(inputs, "query", |query| reinterpreted(query, Dtype::F16));
+            given(inputs, "query", |query| reinterpreted(query, Dtype::F16));
         }),
     },
     BoundaryFault {
@@ -129,7 +129,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the up-projections of the first two heads are handed over in the other order",
         touches: "w_uv",
         killed_by: OUTPUTS,
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "w_uv", |weights| exchanged(weights, 0, 0, 1))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "w_uv", |weights| exchanged(weights, 0, 0, 1))),
     },
     BoundaryFault {
         name: "written-rows-exchanged",
@@ -138,7 +138,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         killed_by: WRITES,
         tamper: Tamper::Inputs(|place, inputs| {
             if *place.operation == Operation::WriteKv {
-                change(inputs, "key", |key| exchanged(key, 0, 0, 1));
+                given(inputs, "key", |key| exchanged(key, 0, 0, 1));
             }
         }),
     },
@@ -148,7 +148,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "positions",
         killed_by: WRITES,
         tamper: Tamper::Inputs(|_, inputs| {
-            change(inputs, "positions", |positions| counted(positions, |at, all| all[at] + 1));
+            given(inputs, "positions", |positions| counted(positions, |at, all| all[at] + 1));
         }),
     },
     BoundaryFault {
@@ -156,14 +156,14 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the slot mapping is handed over one slot late",
         touches: "slots",
         killed_by: WRITES,
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "slots", |slots| rolled(slots, 0))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "slots", |slots| rolled(slots, 0))),
     },
     BoundaryFault {
         name: "given-caches-of-ranks-exchanged",
         title: "given caches are handed over one rank late",
         touches: "key_cache",
         killed_by: &["attend.given-cache"],
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "key_cache", |cache| rolled(cache, 0))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "key_cache", |cache| rolled(cache, 0))),
     },
     BoundaryFault {
         name: "cache-scale-doubled",
@@ -212,7 +212,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         killed_by: &["merge.lse", "merge.output", "states.lse", "states.output"],
         tamper: Tamper::Inputs(|_, inputs| {
             for name in ["partial_lse", "prefix_lse", "suffix_lse"] {
-                change(inputs, name, |lse| mapped(lse, |x| x * std::f32::consts::LOG2_E));
+                given(inputs, name, |lse| mapped(lse, |x| x * std::f32::consts::LOG2_E));
             }
         }),
     },
@@ -221,14 +221,14 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the LSEs of partials are handed over one row late",
         touches: "partial_lse",
         killed_by: &["merge.lse", "merge.output"],
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "partial_lse", |lse| rolled(lse, 1))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "partial_lse", |lse| rolled(lse, 1))),
     },
     BoundaryFault {
         name: "given-partials-of-ranks-exchanged",
         title: "the partial outputs of the first two ranks are exchanged and their LSEs are not",
         touches: "partial_out",
         killed_by: &["merge.output", "merge.tags"],
-        tamper: Tamper::Inputs(|_, inputs| change(inputs, "partial_out", |out| exchanged(out, 0, 0, 1))),
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "partial_out", |out| exchanged(out, 0, 0, 1))),
     },
     BoundaryFault {
         name: "state-lses-exchanged",
@@ -248,7 +248,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "segment_max",
         killed_by: &["segments.output", "segments.lse"],
         tamper: Tamper::Inputs(|_, inputs| {
-            change(inputs, "segment_max", |maxima| mapped(maxima, |x| x * std::f32::consts::LN_2));
+            given(inputs, "segment_max", |maxima| mapped(maxima, |x| x * std::f32::consts::LN_2));
         }),
     },
 ];
@@ -260,21 +260,15 @@ fn other_interleave(configuration: &mut Configuration) {
     };
 }
 
-fn change(inputs: &mut Tensors, name: &str, change: impl FnOnce(&Tensor) -> Tensor) {
-    if let Some(tensor) = inputs.get_mut(name) {
-        *tensor = change(tensor);
-    }
-}
-
 /// Changes a tensor of a step that reads the caches: what a write placed elsewhere, a read finds there.
 fn reading(place: &super::Place, inputs: &mut Tensors, name: &str, with: impl FnOnce(&Tensor) -> Tensor) {
     if *place.operation != Operation::WriteKv {
-        change(inputs, name, with);
+        given(inputs, name, with);
     }
 }
 
 fn lengths(inputs: &mut Tensors, with: fn(usize, &[i64]) -> i64) {
     for name in ["seq_lens", "context_lens"] {
-        change(inputs, name, |lens| counted(lens, with));
+        given(inputs, name, |lens| counted(lens, with));
     }
 }

@@ -1,11 +1,11 @@
 //! Faults of what an engine's answer goes through on its way back: ranks, rows and heads exchanged, values of another
 //! unit or format, answers that are missing or old.
 
-use shardcheck_engine::{EffectivePath, Reply, Tensor};
+use shardcheck_engine::{EffectivePath, Operation, Reply, Tensor};
 use shardcheck_formats::Dtype;
 
 use super::tensors::{counted, exchanged, mapped, rolled};
-use super::{BoundaryFault, Tamper};
+use super::{BoundaryFault, Tamper, returned};
 
 const OUTPUTS: &[&str] = &[
     "decode.output",
@@ -33,21 +33,21 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the outputs of the first two ranks come back exchanged",
         touches: "out",
         killed_by: OUTPUTS,
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "out", |out| exchanged(out, 0, 0, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "out", |out| exchanged(out, 0, 0, 1))),
     },
     BoundaryFault {
         name: "output-rows-exchanged",
         title: "the first two rows of every rank's output come back exchanged",
         touches: "out",
         killed_by: OUTPUTS,
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "out", |out| exchanged(out, 1, 0, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "out", |out| exchanged(out, 1, 0, 1))),
     },
     BoundaryFault {
         name: "output-heads-exchanged",
         title: "the first two heads of every output come back exchanged",
         touches: "out",
         killed_by: OUTPUTS,
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "out", |out| exchanged(out, 2, 0, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "out", |out| exchanged(out, 2, 0, 1))),
     },
     BoundaryFault {
         name: "output-of-another-dtype",
@@ -55,7 +55,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "out",
         killed_by: OUTPUTS,
         tamper: Tamper::Reply(|_, reply, _| {
-            change(reply, "out", |out| Tensor::from_f32(Dtype::F16, out.shape(), &out.to_f32()));
+            returned(reply, "out", |out| Tensor::from_f32(Dtype::F16, out.shape(), &out.to_f32()));
         }),
     },
     BoundaryFault {
@@ -64,7 +64,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "out",
         killed_by: OUTPUTS,
         tamper: Tamper::Reply(|_, reply, _| {
-            change(reply, "out", |out| Tensor::from_codes(out.dtype(), out.shape(), &vec![0; out.len()]));
+            returned(reply, "out", |out| Tensor::from_codes(out.dtype(), out.shape(), &vec![0; out.len()]));
         }),
     },
     BoundaryFault {
@@ -86,8 +86,10 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "an attention step is answered with what the attention step before it was",
         touches: "all tensors of an answer",
         killed_by: &["sequence.output", "sequence.metadata"],
-        tamper: Tamper::Reply(|_, reply, before| {
-            if let Some(before) = before {
+        tamper: Tamper::Reply(|place, reply, before| {
+            let attends =
+                matches!(place.operation, Operation::Attend { .. } | Operation::AttendContext { .. });
+            if let Some(before) = before.filter(|_| attends) {
                 *reply = before.clone();
             }
         }),
@@ -98,7 +100,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "lse",
         killed_by: LSES,
         tamper: Tamper::Reply(|_, reply, _| {
-            change(reply, "lse", |lse| mapped(lse, |x| x * std::f32::consts::LOG2_E));
+            returned(reply, "lse", |lse| mapped(lse, |x| x * std::f32::consts::LOG2_E));
         }),
     },
     BoundaryFault {
@@ -106,7 +108,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "merged LSEs come back one row late",
         touches: "lse",
         killed_by: LSES,
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "lse", |lse| rolled(lse, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "lse", |lse| rolled(lse, 1))),
     },
     BoundaryFault {
         name: "empty-lse-as-zero",
@@ -114,7 +116,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "lse",
         killed_by: &["attend.padding", "decode.lse", "verify.lse", "merge.lse", "states.lse"],
         tamper: Tamper::Reply(|_, reply, _| {
-            change(reply, "lse", |lse| mapped(lse, |x| if x == f32::NEG_INFINITY { 0.0 } else { x }));
+            returned(reply, "lse", |lse| mapped(lse, |x| if x == f32::NEG_INFINITY { 0.0 } else { x }));
         }),
     },
     BoundaryFault {
@@ -122,7 +124,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the LSEs of partials come back one rank late",
         touches: "partial_lse",
         killed_by: &["decode.partial-lse", "verify.partial-lse", "draft.partial-lse"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "partial_lse", |lse| rolled(lse, 0))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "partial_lse", |lse| rolled(lse, 0))),
     },
     BoundaryFault {
         name: "row-lengths-one-more",
@@ -130,7 +132,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         touches: "row_lens",
         killed_by: &["decode.row-lengths", "verify.row-lengths", "layout.row-lengths"],
         tamper: Tamper::Reply(|_, reply, _| {
-            change(reply, "row_lens", |lens| counted(lens, |at, all| all[at] + 1));
+            returned(reply, "row_lens", |lens| counted(lens, |at, all| all[at] + 1));
         }),
     },
     BoundaryFault {
@@ -138,35 +140,35 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the gathered query comes back one head late",
         touches: "gathered_query",
         killed_by: &["decode.query", "verify.query"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "gathered_query", |query| rolled(query, 2))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "gathered_query", |query| rolled(query, 2))),
     },
     BoundaryFault {
         name: "slots-shifted",
         title: "derived slots come back one token late",
         touches: "slots",
         killed_by: &["layout.slots", "layout.slot-bijection", "write.single-writer"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "slots", |slots| rolled(slots, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "slots", |slots| rolled(slots, 1))),
     },
     BoundaryFault {
         name: "local-lengths-of-ranks-exchanged",
         title: "local lengths come back one rank late",
         touches: "local_lens",
         killed_by: &["layout.local-lengths"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "local_lens", |lens| rolled(lens, 0))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "local_lens", |lens| rolled(lens, 0))),
     },
     BoundaryFault {
         name: "caches-of-ranks-exchanged",
         title: "caches come back one rank late",
         touches: "key_cache",
         killed_by: &["write.round-trip"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "key_cache", |cache| rolled(cache, 0))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "key_cache", |cache| rolled(cache, 0))),
     },
     BoundaryFault {
         name: "gathered-context-shifted",
         title: "the gathered context comes back one token late",
         touches: "gathered_key",
         killed_by: &["context.gather"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "gathered_key", |keys| rolled(keys, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "gathered_key", |keys| rolled(keys, 1))),
     },
     BoundaryFault {
         name: "collectives-of-one-rank-more",
@@ -196,12 +198,6 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the two lanes of packed LSEs come back in the other order",
         touches: "lanes",
         killed_by: &["pack.lanes"],
-        tamper: Tamper::Reply(|_, reply, _| change(reply, "lanes", |lanes| exchanged(lanes, 2, 0, 1))),
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "lanes", |lanes| exchanged(lanes, 2, 0, 1))),
     },
 ];
-
-fn change(reply: &mut Reply, name: &str, change: impl FnOnce(&Tensor) -> Tensor) {
-    if let Some(tensor) = reply.outputs.get_mut(name) {
-        *tensor = change(tensor);
-    }
-}

@@ -54,6 +54,36 @@ pub fn counted(tensor: &Tensor, change: impl Fn(usize, &[i64]) -> i64) -> Tensor
     Tensor::from_i32(tensor.shape(), &narrow)
 }
 
+/// The rows of an integer tensor of two axes changed, each as a whole. Floats come back as they were.
+pub fn counted_rows(tensor: &Tensor, change: impl Fn(&[i64]) -> Vec<i64>) -> Tensor {
+    let width = tensor.shape().last().copied().unwrap_or(1).max(1);
+    let changed: Vec<i64> = match tensor.dtype() {
+        Dtype::I32 | Dtype::I64 => tensor.to_i64().chunks(width).flat_map(change).collect(),
+        _ => return tensor.clone(),
+    };
+    counted(tensor, |at, _| changed[at])
+}
+
+/// Zeros of the same dtype and shape.
+pub fn zeros(tensor: &Tensor) -> Tensor {
+    Tensor::from_codes(tensor.dtype(), tensor.shape(), &vec![0; tensor.len()])
+}
+
+/// Zeros in the last part along an axis.
+pub fn without_last(tensor: &Tensor, axis: usize) -> Tensor {
+    let shape = tensor.shape();
+    if axis >= shape.len() || tensor.is_empty() {
+        return tensor.clone();
+    }
+    let inner: usize = shape[axis + 1..].iter().product();
+    let mut codes = tensor.to_codes();
+    for block in codes.chunks_exact_mut(shape[axis] * inner) {
+        let start = block.len() - inner;
+        block[start..].fill(0);
+    }
+    Tensor::from_codes(tensor.dtype(), shape, &codes)
+}
+
 /// The same numbers in another format, so that the bytes are read wrongly by who expects the old one: the shape and the
 /// dtype that is declared stay.
 pub fn reinterpreted(tensor: &Tensor, really: Dtype) -> Tensor {
@@ -94,6 +124,23 @@ mod tests {
         assert_eq!(counted(&lens, |place, all| all[place] + 1).to_i64(), [6, 1, 8]);
         assert_eq!(counted(&numbers(), |_, _| 0), numbers());
         assert_eq!(mapped(&lens, |x| x * 2.0), lens);
+    }
+
+    #[test]
+    fn a_last_part_is_blanked_along_the_axis_that_is_named() {
+        assert_eq!(without_last(&numbers(), 0).to_f32(), [1.0, 2.0, 3.0, 0.0, 0.0, 0.0]);
+        assert_eq!(without_last(&numbers(), 1).to_f32(), [1.0, 2.0, 0.0, 4.0, 5.0, 0.0]);
+        let empty = Tensor::from_f32(Dtype::F32, &[0, 3], &[]);
+        assert_eq!((without_last(&numbers(), 2), without_last(&empty, 0)), (numbers(), empty));
+        assert_eq!(zeros(&numbers()).to_f32(), [0.0; 6]);
+    }
+
+    #[test]
+    fn rows_of_integers_are_changed_as_a_whole() {
+        let lists = Tensor::from_i32(&[2, 2], &[5, 3, 7, -1]);
+        let reversed = counted_rows(&lists, |row| row.iter().rev().copied().collect());
+        assert_eq!(reversed.to_i64(), [3, 5, -1, 7]);
+        assert_eq!(counted_rows(&numbers(), |row| row.to_vec()), numbers());
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use shardcheck_cases::{SuiteName, suite};
+use shardcheck_cases::{Family, SuiteName, suite};
 
 use super::*;
 
@@ -20,6 +20,15 @@ fn every_fault_has_a_name_of_its_own_a_title_and_properties_that_exist() {
         assert_eq!(boundary_fault(fault.name).map(|found| found.title), Some(fault.title));
     }
     assert!(names.len() >= 40, "{}", names.len());
+}
+
+#[test]
+fn there_is_a_fault_at_the_boundary_for_every_family_that_a_session_answers() {
+    for family in Family::ALL.into_iter().filter(|family| *family != Family::Rules) {
+        let seen_on =
+            |id: &&str| properties::find(id).is_some_and(|property| property.families.contains(&family));
+        assert!(boundary_faults().any(|fault| fault.killed_by.iter().any(seen_on)), "{family}");
+    }
 }
 
 #[test]
@@ -65,7 +74,7 @@ fn an_engine_that_fails_without_the_fault_proves_nothing() {
     let fault = boundary_fault("given-partials-of-ranks-exchanged").unwrap();
     let cases: Vec<Case> = suite(SuiteName::EngineSmoke, 1)
         .into_iter()
-        .filter(|case| case.family == shardcheck_cases::Family::MergePartials)
+        .filter(|case| case.family == Family::MergePartials)
         .collect();
     let healthy = shardcheck_cpu::engine();
     assert_eq!(try_one(fault, &healthy, &cases).state, KillState::Killed);

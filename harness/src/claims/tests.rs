@@ -46,7 +46,7 @@ fn run(engine: &dyn Engine, claims: &Claims, cases: &[Case], fail_fast: bool) ->
         is_faulty: false,
         jobs: 1,
         fail_fast,
-        diagnose_within: None,
+        diagnosis: None,
         mutant_cases: &[],
         claims: Some((claims, cases)),
         before: Vec::new(),

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use shardcheck_cases::Case;
+use shardcheck_cases::{Case, Family};
 
 use crate::cli::CommandError;
 use crate::commands::read_case;
@@ -31,6 +31,9 @@ impl Named {
     /// # Errors
     /// Usage: `what` is none of them.
     pub fn one(what: &str) -> Result<Self, CommandError> {
+        if what.is_empty() {
+            return Err(CommandError::Usage("the name of a case or a run is empty".to_owned()));
+        }
         let path = Path::new(what);
         let in_folder = path.join(CASE_FILE);
         let file = if in_folder.is_file() { in_folder } else { path.to_owned() };
@@ -47,6 +50,8 @@ impl Named {
         }
         match what.parse() {
             Ok(case) => Ok(Self::of_run(vec![case], None)),
+            // what begins with a family is meant as an id
+            Err(error) if begins_with_a_family(what) => Err(CommandError::usage(error)),
             Err(error) => Err(CommandError::Usage(format!(
                 "there is no file or folder of a case named {what:?}, and it is no case id: {error}"
             ))),
@@ -107,6 +112,11 @@ impl Named {
         let engine = engines::open(&chosen, fault.as_deref(), timeout_s)?;
         Ok((engine, chosen, fault))
     }
+}
+
+/// Whether a text has the shape of a case id: a family in front of the first slash.
+pub(super) fn begins_with_a_family(text: &str) -> bool {
+    text.split_once('/').is_some_and(|(family, _)| family.parse::<Family>().is_ok())
 }
 
 /// The property of that id.

@@ -10,6 +10,7 @@ use crate::cli::CommandError;
 use crate::commands::naming::{self, Named};
 use crate::commands::print;
 use crate::commands::reporting::full_text;
+use crate::commands::run::TIMEOUT_S;
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
 use crate::emit::{Call, Telling, script};
 use crate::engines::EngineArgs;
@@ -39,7 +40,7 @@ pub struct Args {
     property: Vec<String>,
 
     /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
-    #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+    #[arg(long, default_value_t = TIMEOUT_S, value_name = "SECONDS")]
     timeout_s: f64,
 
     /// Folder that run folders lie in
@@ -65,7 +66,7 @@ pub struct Args {
     json: bool,
 }
 
-/// How long failures may be diagnosed for.
+/// Processor time of each thread that a diagnosis may take.
 const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `replay`.
@@ -93,7 +94,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         if args.json {
             print(serde_json::to_string(&result).map_err(CommandError::internal)? + "\n")?;
         } else {
-            print(full_text(&result, Some(Origin { engine: chosen.name(), fault: fault.as_deref() })))?;
+            let timeout_s = (args.timeout_s != TIMEOUT_S).then_some(args.timeout_s);
+            let origin = Origin { engine: chosen.name(), fault: fault.as_deref(), timeout_s };
+            print(full_text(&result, Some(origin)))?;
         }
         statuses.push(result.status);
     }
@@ -115,6 +118,8 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     if named.cases.len() > 1 {
         eprintln!("the first of {} failed cases: {}", named.cases.len(), case.id());
     }
+    // before anything is judged, or said of it
+    crate::emit::refuse(case).map_err(CommandError::usage)?;
     let recording = match stored(args, case)? {
         Some(recording) => recording,
         None => {

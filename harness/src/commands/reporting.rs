@@ -1,7 +1,7 @@
 //! Options of reports, and the reports that they ask for.
 
 use std::io::IsTerminal;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use crate::cli::CommandError;
 use crate::event::{CaseResult, Event};
@@ -55,8 +55,9 @@ impl ReportArgs {
     pub(super) fn check(&self) -> Result<(), CommandError> {
         for (option, path) in [("--junit", &self.junit), ("--html", &self.html)] {
             let Some(path) = path else { continue };
-            let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-            if folder.is_some_and(|folder| !folder.is_dir()) || path.is_dir() {
+            let target = behind_links(path);
+            let folder = target.parent().filter(|folder| !folder.as_os_str().is_empty());
+            if folder.is_some_and(|folder| !folder.is_dir()) || target.is_dir() || target.is_symlink() {
                 return Err(CommandError::Usage(format!(
                     "{option} {}: no file can be written there; name a file in a folder that exists",
                     path.display()
@@ -65,6 +66,20 @@ impl ReportArgs {
         }
         Ok(())
     }
+}
+
+/// Links that are followed from one to the next.
+const MOST_LINKS: usize = 40;
+
+/// The file that is written when `path` is: what a chain of links ends in, there or not; a link where they go in a circle.
+fn behind_links(path: &Path) -> PathBuf {
+    let mut target = path.to_owned();
+    for _ in 0..MOST_LINKS {
+        let Ok(next) = std::fs::read_link(&target) else { break };
+        // a link is meant from the folder that it lies in
+        target = target.parent().unwrap_or_else(|| Path::new("")).join(next);
+    }
+    target
 }
 
 /// What goes to standard output.

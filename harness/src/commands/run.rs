@@ -52,7 +52,7 @@ pub struct Args {
     no_self_test: bool,
 
     /// Seconds that ranks may wait for each other; a step that never returns is given up after four times as long
-    #[arg(long, default_value_t = 30.0, value_name = "SECONDS")]
+    #[arg(long, default_value_t = TIMEOUT_S, value_name = "SECONDS")]
     timeout_s: f64,
 
     /// Take up a run that was killed or cut short: `latest`, a run id or a path. Nothing is judged twice
@@ -75,7 +75,10 @@ pub struct Args {
     report: ReportArgs,
 }
 
-/// How long the failures of a run may be diagnosed for.
+/// Seconds that ranks may wait for each other where nothing else is said.
+pub(super) const TIMEOUT_S: f64 = 30.0;
+
+/// Processor time of each thread that the diagnosis of a run's failures may take.
 const DIAGNOSIS: Duration = Duration::from_secs(5);
 
 /// Runs `run`.
@@ -92,7 +95,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         Some(jobs) => jobs,
         // a process of its own for every job is what a user may not have devices for
         None if !args.engine.is_in_process() => 1,
-        None => std::thread::available_parallelism().map_or(2, usize::from),
+        None => cores(),
     };
     let profile = serde_json::to_value(engine.profile()).map_err(CommandError::internal)?;
     let claims = if args.no_claims {
@@ -122,7 +125,7 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         is_faulty: args.fault.is_some(),
         jobs,
         fail_fast: args.fail_fast,
-        diagnose_within: (!args.no_diagnose).then_some(DIAGNOSIS),
+        diagnosis: (!args.no_diagnose).then(|| (DIAGNOSIS, args.jobs.unwrap_or_else(cores))),
         mutant_cases,
         claims: claims.as_ref().map(|claims| (claims, cases.as_slice())),
         before: before.map(|record| record.cases).unwrap_or_default(),
@@ -162,6 +165,10 @@ fn is_whole_gate(args: &Args, selection: &Selection) -> bool {
         && selection.is_everything()
 }
 
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(2, usize::from)
+}
+
 fn folder(args: &Args, header: &RunHeader) -> Result<(RunDirectory, Option<RunRecord>), CommandError> {
     match &args.resume {
         None => Ok((RunDirectory::create(&args.runs, header).map_err(CommandError::usage)?, None)),
@@ -188,6 +195,7 @@ fn header(
         seed: args.cases.seed,
         engine: args.engine.name().to_owned(),
         fault: args.fault.clone(),
+        timeout_s: (args.timeout_s != TIMEOUT_S).then_some(args.timeout_s),
         profile,
         selection: serde_json::to_value(selection).map_err(CommandError::internal)?,
         claims,

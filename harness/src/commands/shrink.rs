@@ -9,14 +9,17 @@ use crate::commands::print;
 use crate::engines::EngineArgs;
 use crate::report::block::{Origin, replay_command};
 use crate::run_directory::case_folder_name;
-use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink};
+use crate::shrink::{Keep, Shrunk, Size, failing_property, shrink, work};
 use crate::status::Exit;
+
+/// Seconds that ranks may wait for each other in one of many tries.
+const SHRINK_TIMEOUT_S: f64 = 2.0;
 
 /// Options of `shrink`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
-    /// Case id, case file, or folder of a stored case
-    #[arg(value_name = "ID|FILE")]
+    /// Case id, case file, folder of a stored case, or a run: `latest`, a run id or a path (the smallest of its failed cases)
+    #[arg(value_name = "ID|FILE|RUN")]
     what: String,
 
     #[command(flatten)]
@@ -39,8 +42,12 @@ pub struct Args {
     budget_s: f64,
 
     /// Seconds that ranks may wait for each other, in each of many tries
-    #[arg(long, default_value_t = 2.0, value_name = "SECONDS")]
+    #[arg(long, default_value_t = SHRINK_TIMEOUT_S, value_name = "SECONDS")]
     timeout_s: f64,
+
+    /// Folder that run folders lie in
+    #[arg(long, default_value = "runs", value_name = "DIR")]
+    runs: PathBuf,
 
     /// Case file to write; a name made of the id in the current folder when not given
     #[arg(long, short = 'o', value_name = "FILE")]
@@ -53,8 +60,12 @@ pub struct Args {
 /// [`CommandError`]; nothing selected when the case passes.
 pub fn run(args: &Args) -> Result<Exit, CommandError> {
     let budget = budget(args.budget_s)?;
-    let named = Named::one(&args.what)?;
-    let case = &named.cases[0];
+    let named = Named::any(&args.what, &args.runs)?;
+    let smallest = named.cases.iter().min_by_key(|case| (work(case), case.id()));
+    let case = smallest.ok_or_else(|| CommandError::NothingSelected("no case failed".to_owned()))?;
+    if named.cases.len() > 1 {
+        eprintln!("the smallest of {} failed cases", named.cases.len());
+    }
     let (engine, chosen, fault) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
     let keep = match &args.property {
         Some(id) => {
@@ -83,7 +94,9 @@ pub fn run(args: &Args) -> Result<Exit, CommandError> {
         args.output.clone().unwrap_or_else(|| format!("{}.json", case_folder_name(&shrunk.case.id())).into());
     std::fs::write(&path, shrunk.case.to_json() + "\n")
         .map_err(|error| CommandError::Usage(format!("failed to write {}: {error}", path.display())))?;
-    let origin = Origin { engine: chosen.name(), fault: fault.as_deref() };
+    // the shrunk case was judged with this wait, and may be a hang
+    let timeout_s = (args.timeout_s != SHRINK_TIMEOUT_S).then_some(args.timeout_s);
+    let origin = Origin { engine: chosen.name(), fault: fault.as_deref(), timeout_s };
     print(text(origin, keep, before, &shrunk, &path))?;
     Ok(Exit::Passed)
 }

@@ -42,11 +42,11 @@ pub(crate) struct Sides<'a> {
 pub(crate) fn compare(
     step: &StepRecord,
     seen_inputs_changed: bool,
-    mutant: &(Answered<Reply>, bool),
+    mutant: (&Answered<Reply>, bool),
     widths: &Widths,
     sides: &Sides<'_>,
 ) -> Vec<Part> {
-    let (seen, mutant_reply) = match (&step.answer, &mutant.0) {
+    let (seen, mutant_reply) = match (&step.answer, mutant.0) {
         // what the engine under test does not do says nothing of a fault
         (Answered::Unsupported(_), _) => return Vec::new(),
         (Answered::Done(seen), Answered::Done(reply)) => (seen, reply),

@@ -5,10 +5,10 @@ use std::time::Duration;
 
 use shardcheck_cases::Case;
 use shardcheck_cpu::{CpuEngine, Fault, FaultClass, engine};
-use shardcheck_engine::{Engine, Profile, Validation};
+use shardcheck_engine::{Engine, Profile, Tensors, Validation};
 
 use super::comparison::{Part, Sides, compare, is_end, same_kind};
-use super::replay::{Played, play};
+use super::replay::{Played, PlayedStep, play, play_while};
 use super::residue::Residual;
 use super::widths::Widths;
 use crate::event::CaseResult;
@@ -155,6 +155,8 @@ impl Evidence {
         self.validations(mutant, &mut reproduction, &mut hasher)?;
         let mut sessions: Vec<usize> = self.wrong.iter().filter_map(|wrong| wrong.place.session()).collect();
         sessions.dedup();
+        // most faults end with the first wrong answer: what comes to one soonest is tried first
+        sessions.sort_by_key(|session| self.way_to_wrong(*session));
         if self.hangs {
             sessions.truncate(HANG_SESSIONS);
         } else {
@@ -195,19 +197,39 @@ impl Evidence {
             Some(wrong) if wrong.bits_alone => part.equal,
             Some(_) => part.within,
         };
+        // a mutant that does not answer where a wrong answer was seen has not given it
+        let gives = |parts: &[(Place, Part)], wrong: &Wrong| {
+            parts.iter().any(|(place, part)| *place == wrong.place && part.name == wrong.part)
+        };
         for _ in 0..if by_turns { 2 } else { 1 } {
-            let played = play(mutant, &self.recording.sessions[session]);
-            let parts = self.session_differences(session, &played);
-            // a mutant that does not answer where a wrong answer was seen has not given it
-            let answers = |wrong: &Wrong| {
-                parts.iter().any(|(place, part)| *place == wrong.place && part.name == wrong.part)
-            };
+            let mut parts = Vec::new();
+            let played = play_while(mutant, &self.recording.sessions[session], &mut |step, answer| {
+                let place = Place::Step(session, step);
+                let here = self.step_differences(session, step, answer);
+                let mut wanted = self.wrong.iter().filter(|wrong| wrong.place == place);
+                let goes_on = here.iter().all(holds) && wanted.all(|wrong| gives(&here, wrong));
+                parts.extend(here);
+                goes_on
+            });
+            let Some(played) = played else { continue };
+            parts.extend(self.unanswered(session, &played));
             let mut wanted = self.wrong.iter().filter(|wrong| wrong.place.session() == Some(session));
-            if wanted.all(answers) && parts.iter().all(holds) {
+            if wanted.all(|wrong| gives(&parts, wrong)) && parts.iter().all(holds) {
                 return Some((played, parts));
             }
         }
         None
+    }
+
+    /// Elements that are put to an engine until the first wrong answer of a session.
+    fn way_to_wrong(&self, session: usize) -> usize {
+        let step = |wrong: &Wrong| match wrong.place {
+            Place::Step(of, step) if of == session => Some(step + 1),
+            _ => None,
+        };
+        let steps = self.wrong.iter().filter_map(step).min().unwrap_or(0);
+        let elements = |inputs: &Tensors| inputs.iter().map(|(_, tensor)| tensor.len()).sum::<usize>();
+        self.recording.sessions[session].steps.iter().take(steps).map(|step| elements(&step.inputs)).sum()
     }
 
     fn wrong_at(&self, place: Place, part: &str) -> Option<&Wrong> {
@@ -263,27 +285,32 @@ impl Evidence {
     }
 
     fn session_differences(&self, session: usize, played: &Played) -> Vec<(Place, Part)> {
+        let steps = played.steps.iter().enumerate();
+        steps
+            .flat_map(|(step, answer)| self.step_differences(session, step, answer))
+            .chain(self.unanswered(session, played))
+            .collect()
+    }
+
+    fn step_differences(&self, session: usize, step: usize, answer: &PlayedStep) -> Vec<(Place, Part)> {
+        let record = &self.recording.sessions[session].steps[step];
+        let sides =
+            Sides { seen: &self.recording.profile, mutant: &self.own, same_arithmetic: self.same_arithmetic };
+        let mutant = (&answer.0, answer.1.is_some());
+        let parts = compare(record, record.inputs_after.is_some(), mutant, &self.widths, &sides);
+        parts.into_iter().map(|part| (Place::Step(session, step), part)).collect()
+    }
+
+    /// How the session opened, and the questions that were not answered any more.
+    fn unanswered(&self, session: usize, played: &Played) -> Vec<(Place, Part)> {
         let record = &self.recording.sessions[session];
         if matches!(record.opened, Answered::Unsupported(_)) {
             return Vec::new();
         }
         let opened = same_kind(&record.opened, &played.opened);
-        let mut parts = vec![(Place::Open(session), part("answer", opened, opened))];
-        let sides =
-            Sides { seen: &self.recording.profile, mutant: &self.own, same_arithmetic: self.same_arithmetic };
-        for (index, step) in record.steps.iter().enumerate() {
-            let place = Place::Step(session, index);
-            match played.steps.get(index) {
-                Some((answer, changed)) => {
-                    let mutant = (answer.clone(), changed.is_some());
-                    let parts_here =
-                        compare(step, step.inputs_after.is_some(), &mutant, &self.widths, &sides);
-                    parts.extend(parts_here.into_iter().map(|part| (place, part)));
-                }
-                None => parts.push((place, part("answer", false, false))),
-            }
-        }
-        parts
+        let missing = (played.steps.len()..record.steps.len())
+            .map(|step| (Place::Step(session, step), part("answer", false, false)));
+        [(Place::Open(session), part("answer", opened, opened))].into_iter().chain(missing).collect()
     }
 }
 

@@ -1,9 +1,10 @@
 //! Evidence out of a run's folder: which of its stored failures say most for the time that they cost.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::Evidence;
+use super::budget::Budget;
 use crate::event::CaseResult;
 use crate::record::RunRecord;
 use crate::run_directory::case_folder_name;
@@ -13,7 +14,7 @@ use crate::store::{self, StoreError};
 pub const MOST_CASES: usize = 6;
 
 /// Evidence of the failures of a run: small cases first, and one of each kind of failure before a second of any. When
-/// `budget` is used up, what is there must do.
+/// `within` is used up (processor time of each thread), what is there must do.
 ///
 /// # Errors
 /// [`StoreError`] when a stored case can't be read.
@@ -21,9 +22,9 @@ pub fn evidence_of(
     run: &Path,
     record: &RunRecord,
     most: usize,
-    budget: Duration,
+    within: Duration,
 ) -> Result<Vec<Evidence>, StoreError> {
-    let started = Instant::now();
+    let budget = Budget::of(within);
     let mut failed: Vec<&CaseResult> = record
         .cases
         .iter()
@@ -45,7 +46,7 @@ pub fn evidence_of(
     }
     let mut evidence = Vec::new();
     for result in chosen {
-        if !evidence.is_empty() && started.elapsed() > budget {
+        if !evidence.is_empty() && budget.is_up() {
             break;
         }
         let folder = run.join("cases").join(case_folder_name(&result.id));

@@ -7,7 +7,8 @@ use shardcheck_cpu::hostile::{Hostility, hostile};
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
 use shardcheck_engine::Engine;
 
-use super::{Diagnosis, Disguise, Evidence, blind, diagnose};
+use super::budget::Budget;
+use super::{Diagnosis, Disguise, Evidence, Trial, blind, diagnose, diagnose_with};
 use crate::boundary::{Tampered, boundary_fault};
 use crate::guard::Guarded;
 use crate::recording::Recorder;
@@ -160,15 +161,65 @@ fn an_engine_of_another_arithmetic_that_returns_outputs_alone_is_diagnosed_too()
 fn faults_run_blind_are_named() {
     let cases = suite(SuiteName::EngineSmoke, 1);
     let tried: Vec<_> = faults().iter().step_by(5).collect();
-    let named: Vec<Option<usize>> = tried
+    let trials: Vec<Trial> = tried
         .iter()
         .map(|fault| blind(fault, &cases, Disguise::None))
         .filter(|trial| trial.diagnosis.is_some())
-        .map(|trial| trial.place)
         .collect();
+    let named: Vec<Option<usize>> = trials.iter().map(|trial| trial.place).collect();
     let first = named.iter().filter(|place| **place == Some(1)).count();
+    for trial in trials.iter().filter(|trial| trial.place == Some(1)) {
+        let candidate = &trial.diagnosis.as_ref().unwrap().candidates[0];
+        let class = candidate.class.as_str();
+        assert!(candidate.stage_agrees, "{}: {class} is not known to show there", trial.fault.name);
+    }
     assert!(named.len() > 15, "only {} faults fail a case of the smoke suite", named.len());
     assert!(first * 10 >= named.len() * 9, "{first} of {} first", named.len());
+}
+
+#[test]
+fn a_right_fault_is_not_doubted_for_the_stage_that_it_shows_at() {
+    let doubted = |candidate: &super::Candidate, exact: bool| {
+        let candidates = vec![super::Candidate { exact, stage_agrees: false, ..candidate.clone() }];
+        let told = Diagnosis { candidates, cases: vec!["verify/a".to_owned()], ..Diagnosis::default() };
+        told.lines().iter().any(|line| line.contains("seldom shows at"))
+    };
+    let found = diagnosis_of(
+        "local-causal-trim",
+        &["verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3_5+2.seq/gaussian/7"],
+    );
+    assert!(!doubted(&found.candidates[0], true), "every bit is the same");
+    assert!(doubted(&found.candidates[0], false));
+}
+
+#[test]
+fn a_budget_is_spent_on_the_likeliest_faults_first_on_any_number_of_threads() {
+    let engine = CpuEngine::with_fault(fault("committed-prefix-rows").unwrap());
+    let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
+    let evidence = [evidence(&case, &engine).unwrap()];
+    let order = super::likely_first(&[&evidence[0]]);
+    let place = order.iter().position(|fault| fault.name == "committed-prefix-rows").unwrap();
+    for threads in [1, 4] {
+        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
+        let within =
+            |tries: usize| pool.install(|| diagnose_with(&evidence, &Budget::of_tries(tries))).unwrap();
+        assert_eq!(within(place).untried, faults().len() - place, "{threads} threads");
+        let found = within(place + 1);
+        assert_eq!(found.candidates[0].fault, "committed-prefix-rows", "{threads} threads: {found:?}");
+    }
+}
+
+#[test]
+fn a_fault_that_does_not_explain_the_smallest_case_costs_no_more_than_that_where_another_explains_all() {
+    let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
+    let ids = ["6+3_5+2", "9+3_5+2_40+4", "60+4_70+4"];
+    let id = |batch| format!("verify/tiny-mla/tp2.dcp2.h2.s1.b4.n64.bf16.ag_rs/{batch}.seq/gaussian/7");
+    let all: Vec<Evidence> =
+        ids.iter().filter_map(|batch| evidence(&id(batch).parse().unwrap(), &engine)).collect();
+    // one try a fault; what explains the first case is tried on the others for nothing
+    let found = diagnose_with(&all, &Budget::of_tries(faults().len())).unwrap();
+    assert_eq!((found.cases.len(), found.untried), (3, 0), "{found:?}");
+    assert_eq!((found.candidates[0].fault.as_str(), found.candidates[0].explains), ("local-causal-trim", 3));
 }
 
 #[test]

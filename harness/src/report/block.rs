@@ -28,17 +28,19 @@ pub struct Block {
 }
 
 /// What a case was judged on, for the command that judges it again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Origin<'a> {
     /// Engine as it was given on the command line.
     pub engine: &'a str,
     /// Fault that was injected.
     pub fault: Option<&'a str>,
+    /// Seconds that ranks might wait for each other, where it was said: a hang shows as soon again.
+    pub timeout_s: Option<f64>,
 }
 
 impl<'a> From<&'a RunHeader> for Origin<'a> {
     fn from(header: &'a RunHeader) -> Self {
-        Self { engine: &header.engine, fault: header.fault.as_deref() }
+        Self { engine: &header.engine, fault: header.fault.as_deref(), timeout_s: header.timeout_s }
     }
 }
 
@@ -118,6 +120,9 @@ pub fn replay_command(id: &str, origin: Option<Origin<'_>>) -> String {
         }
         if let Some(fault) = origin.fault {
             command += &format!(" --fault {}", shell_quoted(fault));
+        }
+        if let Some(seconds) = origin.timeout_s {
+            command += &format!(" --timeout-s {seconds}");
         }
     }
     command
@@ -205,6 +210,11 @@ mod tests {
         assert_eq!(
             command,
             "shardcheck replay 'verify/it'\\''s $HOME' --engine 'process:./adapter --flag' --fault 'drop-rank'"
+        );
+        let waits = RunHeader { timeout_s: Some(2.5), ..sample::header() };
+        assert_eq!(
+            replay_command("verify/a", Some((&waits).into())),
+            "shardcheck replay 'verify/a' --timeout-s 2.5"
         );
         let script = command.replace("shardcheck replay", "printf '%s|'");
         let output = std::process::Command::new("sh").args(["-c", &script]).output().unwrap();

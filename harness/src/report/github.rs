@@ -87,7 +87,7 @@ impl<W: Write> GithubReporter<W> {
 impl<W: Write> Reporter for GithubReporter<W> {
     fn event(&mut self, event: &Event) -> Result<(), ReportError> {
         match event {
-            Event::RunStarted(header) => self.header = Some(header.clone()),
+            Event::RunStarted(header) => self.header = Some((**header).clone()),
             Event::CaseJudged(result) => self.take_in(result),
             Event::MutantTried { fault, state, tried, .. }
                 if state != KILLED && state != "not_applicable" =>

@@ -92,7 +92,7 @@ fn a_torn_line_may_end_inside_a_character() {
 #[test]
 fn a_broken_line_in_the_middle_is_an_error_that_names_it() {
     let (_root, mut directory) = fresh();
-    directory.append(&Event::RunStarted(directory.header().clone())).unwrap();
+    directory.append(&Event::RunStarted(Box::new(directory.header().clone()))).unwrap();
     append_raw(directory.path(), b"{\"event\":\"no such event\"}\n");
     match read_events(directory.path()) {
         Err(RunDirectoryError::Malformed { line: 2, reason, .. }) => {

@@ -81,6 +81,64 @@ fn a_case_id_that_is_none_says_which_part() {
 }
 
 #[test]
+fn what_begins_as_an_id_is_not_taken_for_a_file_and_what_is_empty_for_nothing_else() {
+    let program = Program::new();
+    let wide = ID.replace("s2.b8", "s16.b8");
+    for arguments in [&["replay", &wide][..], &["shrink", &wide], &["run", "--case", &wide]] {
+        let error = program.expect(2, arguments).err;
+        assert!(error.contains("choose S ≤ B") && !error.contains("file"), "{error}");
+    }
+    program.expect(0, &["run", "--suite", "engine-smoke", "layout/"]);
+    for arguments in [&["replay", ""][..], &["shrink", ""], &["diagnose", ""], &["judge", ""]] {
+        let error = program.expect(2, arguments).err;
+        assert!(error.contains("empty"), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn a_number_of_experts_or_tokens_that_is_out_of_range_is_told_with_the_range() {
+    let program = Program::new();
+    let tail = "tiny-mla/tp2.dcp2.h1.s1.b4.n9.bf16.ag_rs/prompt/v0+6/7";
+    for (stack, part) in [
+        ("l3.h20.i9.v13.whole.e6.k7.d1", "k (experts of a row) is 7; it must be between 1 and 6"),
+        ("l3.h20.i9.v13.whole.e0.k1.d1", "e (experts) is 0; it must be between 1 and 4096"),
+        ("l3.h20.i9.v13.whole.e6.k2.d3", "is 3; it must be between 0 and 2"),
+        ("l3.h20.i9.v13.whole.e6.k2.d1.y3", "y (layers routed by token id) is 3; it must be between 0 and 2"),
+        (
+            "l2.h20.i9.v13.whole.sm.x16385.packed",
+            "x (tokens of a row) is 16385; it must be between 1 and 16384",
+        ),
+        ("l2.h64.i20.v7.whole.wired.m0.r0", "leave m and r out"),
+    ] {
+        refuses(&program, 2, &["replay", &format!("stack/{stack}/{tail}")], &[part]);
+    }
+    let long =
+        "stack/l2.h40.i8.v8.whole.wired/tiny-mla/mla24+8v12.tp2.dcp2.h2.s1.b8.bf16.a2a.hi_lo/long/v0+1025/7";
+    refuses(&program, 2, &["replay", long], &["1025 rows in all steps", "there may be 1024"]);
+    let route = "route/softmax.biased.e8.k9.g2.kept1.negative_infinity.sum.x1/t4.random/7";
+    let error = program.expect(2, &["replay", route]).err;
+    assert!(error.contains("there may be 1 to 4 experts"), "{error}");
+}
+
+#[test]
+fn a_case_file_with_a_key_twice_or_a_list_for_an_object_is_refused_with_the_place() {
+    let program = Program::new();
+    let text = ID.parse::<Case>().unwrap().to_json();
+    let twice = text.replacen("\"seed\"", "\"seed\": 1, \"seed\"", 1);
+    program.write("twice.json", &twice);
+    program.write(
+        "listed.json",
+        changed(|case| {
+            let requests = &mut case["body"]["attention"]["workload"]["requests"];
+            requests[0] = json!([12, 3]);
+        }),
+    );
+    refuses(&program, 2, &["replay", "twice.json"], &["the key `seed` stands twice"]);
+    let place = "`body.attention.workload.requests[0]` is a list, and an object stands there";
+    refuses(&program, 2, &["replay", "listed.json"], &[place]);
+}
+
+#[test]
 fn a_filter_expression_that_is_wrong_is_shown_with_its_place() {
     let program = Program::new();
     for (expression, parts) in [
@@ -189,6 +247,21 @@ fn a_report_that_cannot_be_written_is_told_before_the_run() {
     let arguments = ["run", "--suite", "engine-smoke", "layout/", "--junit", "file/junit.xml"];
     let outcome = program.expect(2, &arguments);
     assert!(outcome.err.contains("--junit file/junit.xml: no file can be written there"), "{}", outcome.err);
+    assert!(!program.path("runs").exists(), "nothing was judged");
+}
+
+#[cfg(unix)]
+#[test]
+fn a_report_behind_a_link_into_a_folder_that_is_not_there_is_told_before_the_run_too() {
+    let program = Program::new();
+    for (target, link) in
+        [("no/folder.xml", "away.xml"), ("away.xml", "further.xml"), ("circle.xml", "circle.xml")]
+    {
+        std::os::unix::fs::symlink(target, program.path(link)).unwrap();
+        let arguments = ["run", "--suite", "engine-smoke", "layout/", "--junit", link];
+        let outcome = program.expect(2, &arguments);
+        assert!(outcome.err.contains("no file can be written there"), "{link}: {}", outcome.err);
+    }
     assert!(!program.path("runs").exists(), "nothing was judged");
 }
 

@@ -99,6 +99,31 @@ fn shrink_writes_a_smaller_case_that_fails_the_same_property() {
 }
 
 #[test]
+fn the_smallest_failed_case_of_a_run_is_shrunk_with_the_fault_of_the_run() {
+    let program = Program::new();
+    program.expect(
+        1,
+        &["run", "--suite", "engine-smoke", "-E", "family(verify)", "--fault", FAULT, "--runs", "kept"],
+    );
+    let outcome = program.expect(0, &["shrink", "latest", "--runs", "kept", "-o", "small.json"]);
+    assert!(outcome.err.contains("with the fault of the run"), "{}", outcome.err);
+    assert!(outcome.err.contains("the smallest of"), "{}", outcome.err);
+    program.expect(1, &["replay", "small.json", "--fault", FAULT]);
+    assert!(program.expect(2, &["shrink", "latest"]).err.contains("latest"));
+}
+
+#[test]
+fn the_command_that_shows_a_hang_again_waits_no_longer_than_the_run_did() {
+    let program = Program::new();
+    let hang = ["--fault", "one-rank-skips-the-query-gather", "--timeout-s", "0.5"];
+    let case = "decode/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/3+1.seq/gaussian/7";
+    let run = program.expect(1, &[&["run", "--case", case, "--no-diagnose"][..], &hang].concat());
+    assert!(run.out.contains("--timeout-s 0.5"), "{}", run.out);
+    let replay = program.expect(1, &[&["replay", case, "--no-diagnose"][..], &hang].concat());
+    assert!(replay.out.contains("--timeout-s 0.5"), "{}", replay.out);
+}
+
+#[test]
 fn shrink_of_a_passing_case_or_towards_an_unknown_property_is_refused() {
     let program = Program::new();
     assert!(program.expect(4, &["shrink", CASE]).err.contains("nothing to shrink"));

@@ -132,6 +132,7 @@ fn a_family_without_a_reference_is_refused_with_those_that_have_one() {
         }
         let error = program.expect(2, &["replay", &id, "--emit-python", "x.py"]).err;
         assert!(error.contains("merge_states, merge_partials, decode"), "{error}");
+        assert!(!error.contains("answers now"), "nothing is judged before it is refused: {error}");
         assert!(!program.path("x.py").exists());
         // the command that it names works as it stands
         assert!(error.contains(&format!("`shardcheck export DIR --case '{id}'`")), "{error}");

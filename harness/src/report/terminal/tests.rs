@@ -78,7 +78,7 @@ fn each_level_adds_its_verdicts() {
 
 #[test]
 fn a_flood_of_one_cause_gets_three_blocks_and_then_a_line_each() {
-    let mut events = vec![Event::RunStarted(sample::header())];
+    let mut events = vec![Event::RunStarted(Box::new(sample::header()))];
     for index in 0..8 {
         events.push(Event::CaseJudged(sample::failed(&format!("verify/{index}"), sample::failure())));
     }
@@ -94,7 +94,7 @@ fn a_flood_of_one_cause_gets_three_blocks_and_then_a_line_each() {
 
 #[test]
 fn many_failures_are_listed_to_a_point_and_counted_beyond() {
-    let mut events = vec![Event::RunStarted(sample::header())];
+    let mut events = vec![Event::RunStarted(Box::new(sample::header()))];
     for index in 0..25 {
         events.push(Event::CaseJudged(sample::failed(&format!("verify/{index}"), sample::failure())));
     }
