@@ -76,6 +76,11 @@ class ReleasesTest(unittest.TestCase):
         found = self.of(NEWEST)["exponents"]
         self.assertEqual({name for name, (_, count) in found.items() if count}, {"LSEs below 2^-104, bfloat16"})
 
+    def test_rows_and_ranks_of_a_launch_at_once_give_the_bits_of_one_after_the_other(self) -> None:
+        found = self.of(NEWEST)["together"]
+        self.assertEqual({name: wrong for name, (_, wrong) in found.items()}, dict.fromkeys(("bfloat16", "float16", "float32"), 0))
+        self.assertGreater(min(asked for asked, _ in found.values()), 2000)
+
     def test_prompts_are_shared_out_rightly_where_a_release_has_a_manager_of_its_own(self) -> None:
         found = self.of(OLDEST)
         for name in ("prompts", "decodes", "verification", "decodes alone", "short prompts"):

@@ -12,6 +12,7 @@ import torch
 
 from shardcheck.adapters import interpreter
 from shardcheck.adapters.collectives import VirtualDistributed
+from shardcheck.adapters.launches import JointKernel
 from shardcheck.adapters.loader import Stub, parameters
 from shardcheck.adapters.vllm_ascend import surroundings
 from shardcheck.adapters.vllm_ascend.surroundings import Groups, NpuTorch
@@ -50,7 +51,11 @@ class Release:
             if module is not None:
                 module.dist = VirtualDistributed(torch.distributed)
         if self.fused is not None:
-            self.package.load(surroundings.FUSED[0]).torch = NpuTorch()
+            module = self.package.load(surroundings.FUSED[0])
+            module.torch, module.range = NpuTorch(), interpreter.rows_at_once
+            for name in surroundings.FUSED_KERNELS:
+                if hasattr(module, name):
+                    setattr(module, name, JointKernel(getattr(module, name), lambda: self.groups.dcp().ranks))
 
     def _class_with(self, module: str, method: str) -> Any:
         loaded = self.package.load(module)
@@ -77,6 +82,7 @@ class Release:
             *self.package.described(),
             *interpreter.SHIMS,
             "torch in the fused exchange: its buffers lie in host memory, and tensors say that they lie on an NPU",
+            "range and launches in the fused exchange: rows and ranks, which share nothing there, are one block and not a loop",
             "torch.distributed: ranks are threads of one process, in turns",
         ]
 

@@ -22,6 +22,8 @@ COMMON = (f"{_CP}.common_cp",)
 GROUPED = (f"{_CP}.attention_cp",)
 SPARSE = (f"{_CP}.sfa_cp",)
 FUSED = ("vllm_ascend.ops.triton.sfa_cp",)
+# The kernels of the fused exchange.
+FUSED_KERNELS = ("_pack_sfa_dcp_output_lse_kernel", "_fused_sfa_dcp_lse_combine_kernel")
 TABLE = ("vllm_ascend.worker.block_table",)
 MANAGER = ("vllm_ascend.worker.dcp_utils", "vllm_ascend.worker.pcp_utils")
 
@@ -29,8 +31,8 @@ MANAGER = ("vllm_ascend.worker.dcp_utils", "vllm_ascend.worker.pcp_utils")
 _SUPPORT = ("vllm_ascend.distributed.utils", "vllm_ascend.ops.triton.compute_slot_mapping")
 # Packages that those import: stubs stand for them and the attributes below, also where the current folder has a checkout of one.
 _STOOD_IN = ("torch_npu", "vllm")
-# Programs that a launch of a kernel has at most: the cores of a device.
-_CORES = 4
+# Programs that a launch of a kernel has at most: the cores of a device. One program then walks all rows, which `rows_at_once` makes one step of.
+_CORES = 1
 
 
 @dataclass(frozen=True)
