@@ -277,6 +277,10 @@ RIGHT = (
     ("sglang", "0.5.23", "merge_partials/w4.t2.h2.d8.f32.ag_rs/random/contiguous/1", "scattered"),
     ("sglang", "0.5.23", "layout/tiny-gqa16/tp4.dcp4.h1.s4.b4.n9.bf16.a2a.hi_lo/14+3_0+3.seq/gaussian/1", ""),
     ("vllm-ascend", "0.26.0rc1", "merge_partials/w4.t2.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", ""),
+    ("vllm-ascend", "0.30.0rc2", "merge_partials/w4.t2.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", ""),
+    ("vllm-ascend", "0.30.0rc2", "merge_partials/w3.t2.h2.d8.f32.a2a.hi_lo/broken_lse/contiguous/1", ""),
+    ("vllm-ascend", "0.30.0rc2", "merge_states/w2.t1.h2.d8.bf16.a2a.hi_lo/some_empty/contiguous/1", ""),
+    ("vllm-ascend", "0.30.0rc2", "merge_states/w2.t1.h2.d8.f32.a2a.hi_lo/broken_lse/contiguous/1", ""),
     (
         "vllm-ascend",
         "0.26.0rc1",

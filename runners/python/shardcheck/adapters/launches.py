@@ -37,7 +37,7 @@ class JointKernel:
     A block has a power of two of ranks; the last one is there several times then, and stores the same again.
     """
 
-    def __init__(self, kernel: Any, ranks: Callable[[], VirtualRanks]) -> None:
+    def __init__(self, kernel: Any, ranks: Callable[[], VirtualRanks | None]) -> None:
         self.kernel = kernel
         self.ranks = ranks
 
@@ -45,15 +45,16 @@ class JointKernel:
         return functools.partial(self._launch, grid)
 
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
-        launches = self.ranks().meet("launch", Launch(grid, arguments, constants))
+        own, ranks = Launch(grid, arguments, constants), self.ranks()
+        launches = [own] if ranks is None else ranks.meet("launch", own)
         first = launches[0]
         if first.done:
             return
         first.done = True
         if len(launches) > 1 and all(other.numbers() == first.numbers() for other in launches):
             together = [
-                _places(own) if hasattr(own[0], "data_ptr") else own[0]
-                for own in zip(*(launch.arguments for launch in launches), strict=True)
+                _places(each) if hasattr(each[0], "data_ptr") else each[0]
+                for each in zip(*(launch.arguments for launch in launches), strict=True)
             ]
             self.kernel[grid](*together, **constants)
         else:
