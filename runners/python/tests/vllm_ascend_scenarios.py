@@ -235,8 +235,8 @@ def together(release: Any) -> dict[str, list[int]]:
     from shardcheck.adapters.vllm_ascend import surroundings
     from shardcheck.adapters.vllm_ascend.merging import RankMerge
 
-    module = release.package.load(surroundings.FUSED[0])
-    joint = {name: getattr(module, name) for name in surroundings.FUSED_KERNELS}
+    module = next(filter(None, map(release.package.load, surroundings.FUSED)))
+    joint = {name: getattr(module, name) for name in surroundings.FUSED_KERNELS if hasattr(module, name)}
     counts = Counts()
 
     def merged(outs: Any, lses: Any, cores: int | None) -> np.ndarray:
@@ -269,8 +269,10 @@ def main() -> None:
     configuration = SCENARIOS["no rank empty"].configuration
     outcomes["merges"] = merges(engine, configuration)
     if len(sys.argv) == 2:
-        outcomes["sweep"] = sweep(engine.release)
-        outcomes["masks"] = masks(engine.release)
+        if engine.release.counts_lens:
+            outcomes["sweep"] = sweep(engine.release)
+        if engine.release.has_masks:
+            outcomes["masks"] = masks(engine.release)
         outcomes["exponents"] = exponents(engine.release)
         outcomes["together"] = together(engine.release)
     session = engine.open(configuration)
