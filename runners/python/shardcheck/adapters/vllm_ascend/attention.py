@@ -46,8 +46,8 @@ class Attention:
         if len(batch.query) == 0:
             raise Unsupported("a step without a row is never run")
         if kind == "verify" and self.release.merges_local:
-            caches = [self.caches.of_rank(rank) for rank in range(c.tp)]
-            jobs = [SplitAttention(c, caches, rank, batch) for rank in range(c.tp)]
+            new = [self._new_tokens(batch, first) for first in range(0, c.tp, c.dcp)]
+            jobs = [SplitAttention(c, self.caches.of_rank(rank), rank, batch, *new[rank // c.dcp]) for rank in range(c.tp)]
         else:
             jobs = [RankAttention(c, self.caches.of_rank(rank), rank, kind, batch) for rank in range(c.tp)]
         results, collectives = self.executor.run(jobs, c.dcp)
@@ -61,6 +61,21 @@ class Attention:
         if c.dcp > 1:
             effective |= {"comm_backend": "a2a"}
         return Reply({"out": torch.stack(outs), **stacked, "gathered_query": query}, effective, collectives)
+
+    def _new_tokens(self, batch: Batch, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of the token of every row but padding, `[rows, K, D]`, from the ranks of the group from `first` on whose slots the
+        engine gives them."""
+        c, layout = self.configuration, Layout(self.release, self.configuration)
+        rows = int(batch.starts[-1])
+        requests = batch.requests[:rows]
+        positions = batch.seq_lens[requests] - batch.starts[1:][requests] + np.arange(rows)
+        found = [torch.full((rows, c.kv_heads, width), torch.nan) for width in (c.qk_dim, c.value_dim)]
+        for member in range(c.dcp):
+            slots = layout.slots(batch.table, requests, positions.astype(np.int64), member)
+            owned = slots >= 0
+            for into, stored in zip(found, held(self.caches.of_rank(first + member), c), strict=True):
+                into[owned] = stored[slots[owned]][..., : into.shape[-1]]
+        return found[0], found[1]
 
     def _check(self) -> None:
         c = self.configuration
@@ -127,13 +142,14 @@ class RankAttention:
 @dataclass
 class SplitAttention:
     """A verification on one rank where a release keeps new tokens out of the exchange: all rows over the rank's part of the history, exchanged,
-    and beside what was received each row of the rank's own heads over the new tokens, which every rank has. Here they come out of the
-    caches of the ranks that own them."""
+    and beside what was received each row of the rank's own heads over its request's new tokens `[rows, K, D]`, which every rank has."""
 
     configuration: Configuration
-    caches: list[RankCache]
+    cache: RankCache
     rank: int
     batch: Batch
+    new_keys: torch.Tensor
+    new_values: torch.Tensor
 
     def run(self, release: Release, group: Any) -> RankResult:
         """Attends to history and new tokens and merges them with the group's."""
@@ -145,31 +161,17 @@ class SplitAttention:
         current = Attending(c, own, group.rank_in_group * c.heads_per_rank)
         histories = batch.seq_lens - batch.query_lens
         lens = layout.local_lens(histories, group.rank_in_group).tolist() if len(histories) else []
-        keys, values = held(self.caches[self.rank], c)
+        keys, values = held(self.cache, c)
         for row, request in enumerate(batch.requests.tolist()):
             if request < 0:
                 continue
             chosen = slots_of(c, batch.table[request], lens[request])
             history.row(row, keys[chosen], values[chosen])
-            place = row - int(batch.starts[request])
-            new_keys, new_values = self._new_tokens(layout, request, place + 1)
-            current.row(row, new_keys, new_values)
+            seen = slice(int(batch.starts[request]), row + 1)
+            current.row(row, self.new_keys[seen], self.new_values[seen])
         with release.groups.acting(group):
             merged, merged_lse = fuse(release, group, history.out, history.lse, (current.out, current.lse))
         return RankResult(merged, merged_lse, query)
-
-    def _new_tokens(self, layout: Layout, request: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of a request's first `count` new tokens, from the ranks of the group whose slots the engine gives them."""
-        c, batch = self.configuration, self.batch
-        first = int(batch.seq_lens[request] - batch.query_lens[request])
-        positions = np.arange(first, first + count)
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        for member in range(c.dcp):
-            keys, values = held(self.caches[self.rank // c.dcp * c.dcp + member], c)
-            slots = layout.slots(batch.table[request : request + 1], np.zeros_like(positions), positions, member)
-            found |= {place: (keys[slot], values[slot]) for place, slot in enumerate(slots.tolist()) if slot >= 0}
-        parts = [found[place] for place in range(count)]
-        return torch.stack([key for key, _ in parts]), torch.stack([value for _, value in parts])
 
 
 class Attending:
