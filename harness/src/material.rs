@@ -22,6 +22,7 @@ use crate::laboratory::{Halt, Observed};
 
 pub use kinds::Material;
 
+use contracts::{asked_kind, contract_of};
 pub(crate) use contracts::{contract_for, operation_of};
 use given::check_selected;
 pub(crate) use given::negate_future;
@@ -43,8 +44,8 @@ pub struct AttentionMaterial {
     pub(crate) held_values: Vec<Vec<f32>>,
     seed: u64,
     profile: Profile,
-    expected: OnceLock<Result<Expected, String>>,
-    context: OnceLock<Result<ExpectedState, String>>,
+    expected: OnceLock<Result<Expected, Halt>>,
+    context: OnceLock<Result<ExpectedState, Halt>>,
 }
 
 impl AttentionMaterial {
@@ -67,10 +68,11 @@ impl AttentionMaterial {
         let configuration = &case.configuration;
         let layout = Layout::new(configuration.dcp, configuration.interleave, configuration.block_size)
             .map_err(|error| error.to_string())?;
-        let writes = profile.operation(OperationKind::WriteKv).or(profile.operation(operation_of(family)));
-        let conventions = match profile.operation(operation_of(family)).or(writes) {
+        let kind = asked_kind(family, &case.workload);
+        let writes = profile.operation(OperationKind::WriteKv).or(profile.operation(kind));
+        let conventions = match profile.operation(kind).or(writes) {
             Some(operation) => operation.conventions.clone(),
-            None => return Err(format!("the engine does not declare {}", operation_of(family))),
+            None => return Err(format!("the engine does not declare {kind}")),
         };
         let cast = writes.map_or(&conventions, |operation| &operation.conventions);
         check_selected(&inputs)?;
@@ -435,13 +437,13 @@ impl AttentionMaterial {
     /// What the oracle allows.
     ///
     /// # Errors
-    /// [`Halt::Inconclusive`] when no bound can be derived.
+    /// [`Halt::Inconclusive`] when no bound can be derived, [`Halt::Unsupported`] when the engine does not declare the step.
     pub fn expected(&self) -> Result<&Expected, Halt> {
         let make = || {
             let contract = self.contract()?;
-            expected::attention(self, &contract)
+            expected::attention(self, &contract).map_err(Halt::Inconclusive)
         };
-        self.expected.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
+        self.expected.get_or_init(make).as_ref().map_err(Clone::clone)
     }
 
     /// Changes what the oracle allows, to prove that a wrong bound is noticed.
@@ -458,23 +460,26 @@ impl AttentionMaterial {
     /// What the oracle allows for the state of the cached context alone.
     ///
     /// # Errors
-    /// [`Halt::Inconclusive`] when no bound can be derived.
+    /// As those of [`Self::expected`].
     pub fn expected_context(&self) -> Result<&ExpectedState, Halt> {
         let make = || {
             let contract = self.contract()?;
-            expected::context_state(self, &contract)
+            expected::context_state(self, &contract).map_err(Halt::Inconclusive)
         };
-        self.context.get_or_init(make).as_ref().map_err(|why| Halt::Inconclusive(why.clone()))
+        self.context.get_or_init(make).as_ref().map_err(Clone::clone)
     }
 
     /// The rounding contract of the case's step, its merge being that of the configured backend.
     ///
     /// # Errors
-    /// The engine declares none.
-    pub(crate) fn contract(&self) -> Result<Contract, String> {
-        contract_for(&self.profile, self.family, self.configuration().comm_backend).ok_or_else(|| {
-            format!("the engine declares no rounding contract for {}", operation_of(self.family))
-        })
+    /// [`Halt::Unsupported`] when the engine does not declare the step, [`Halt::Inconclusive`] when it declares no contract for it.
+    pub(crate) fn contract(&self) -> Result<Contract, Halt> {
+        let kind = asked_kind(self.family, &self.case.workload);
+        if self.profile.operation(kind).is_none() {
+            return Err(Halt::Unsupported(format!("the engine does not declare {kind}")));
+        }
+        contract_of(&self.profile, kind, self.configuration().comm_backend)
+            .ok_or_else(|| Halt::Inconclusive(format!("the engine declares no rounding contract for {kind}")))
     }
 
     /// Element type of `out`: what the contract says, bf16 where there is none.

@@ -113,7 +113,7 @@ impl<'a> Bench<'a> {
         let mut bench = Self {
             material,
             code: Code::new(space, &[]),
-            contract: material.contract().map_err(Halt::Inconclusive)?,
+            contract: material.contract()?,
             unit: 1.0,
             width,
             rows: sights.iter().copied().flatten().collect(),

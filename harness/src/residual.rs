@@ -44,7 +44,7 @@ pub(crate) fn examine(
     observed: &Observed,
 ) -> Result<Option<CaseResidual>, Halt> {
     let seen = observed.output("out", material.output_dtype(), &material.output_shape())?.to_f64();
-    let contract = material.contract().map_err(Halt::Inconclusive)?;
+    let contract = material.contract()?;
     let groups = material.ranks() / material.configuration().dcp;
     let mut residual =
         CaseResidual { groups: Vec::new(), token: None, block: None, row: None, probable_ratio: 0.0 };

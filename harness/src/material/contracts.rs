@@ -1,6 +1,6 @@
 //! Which contract of an engine's profile a case is judged by.
 
-use shardcheck_cases::Family;
+use shardcheck_cases::{Family, Workload};
 use shardcheck_engine::{CommBackend, OperationKind, Profile};
 use shardcheck_formats::{Contract, Merge};
 
@@ -9,12 +9,28 @@ pub(crate) fn operation_of(family: Family) -> OperationKind {
     family.operation().unwrap_or(OperationKind::Layout)
 }
 
+/// Operation that an engine takes the step of an attention case for: a verification of one row a request is a decode, as
+/// [`shardcheck_engine::Operation::kind`] has it.
+pub(super) fn asked_kind(family: Family, workload: &Workload) -> OperationKind {
+    match operation_of(family) {
+        OperationKind::Verify if workload.requests.iter().all(|request| request.query_tokens <= 1) => {
+            OperationKind::Decode
+        }
+        kind => kind,
+    }
+}
+
 /// Contract of a family's operation with the merge that `backend` uses; `None` when the engine does not do it.
+pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBackend) -> Option<Contract> {
+    contract_of(profile, operation_of(family), backend)
+}
+
+/// Contract of an operation with the merge that `backend` uses; `None` when the engine does not do it.
 ///
 /// A profile declares one contract for an operation; which collectives merge is the configuration's choice, so the
 /// merge arithmetic follows the backend: AG+RS sums in the partial's own format.
-pub(crate) fn contract_for(profile: &Profile, family: Family, backend: CommBackend) -> Option<Contract> {
-    let mut contract = profile.operation(operation_of(family))?.contract.clone()?;
+pub(super) fn contract_of(profile: &Profile, kind: OperationKind, backend: CommBackend) -> Option<Contract> {
+    let mut contract = profile.operation(kind)?.contract.clone()?;
     contract.merge = match (backend, contract.merge) {
         (CommBackend::A2a, _) => Merge::A2a,
         (CommBackend::AgRs, Merge::AgRsF32) => Merge::AgRsF32,

@@ -5,7 +5,10 @@ use std::time::Duration;
 use proptest::prelude::*;
 use shardcheck_cases::{Body, Case, Family, Probe, Step, SuiteName, generate_sequence, suite};
 use shardcheck_cpu::{CpuEngine, Fault, FaultClass, engine, fault, faults};
-use shardcheck_engine::Engine;
+use shardcheck_engine::{
+    Answer, Configuration, Engine, EngineError, OperationKind, Profile, RuleSetName, Session, Settings,
+    Validation,
+};
 use shardcheck_formats::Counter;
 
 use super::*;
@@ -245,36 +248,68 @@ fn a_failure_in_the_second_kv_group_says_so_and_the_first_is_right() {
     }
 }
 
+/// The embedded engine with another profile, which it answers no more and no less for.
+struct Declaring(CpuEngine, Profile);
+
+impl Declaring {
+    fn without(kind: OperationKind) -> Self {
+        let mut profile = engine().profile().clone();
+        profile.operations.remove(&kind).expect("the engine declares it");
+        Self(engine(), profile)
+    }
+}
+
+impl Engine for Declaring {
+    fn profile(&self) -> &Profile {
+        &self.1
+    }
+
+    fn validate(&self, rules: RuleSetName, settings: &Settings) -> Result<Answer<Validation>, EngineError> {
+        self.0.validate(rules, settings)
+    }
+
+    fn open(&self, configuration: &Configuration) -> Result<Answer<Box<dyn Session>>, EngineError> {
+        assert!(self.1.second_group || configuration.second_group.is_none(), "the engine was asked");
+        self.0.open(configuration)
+    }
+}
+
 #[test]
 fn an_engine_that_declares_one_kv_group_is_not_asked_for_two() {
-    struct OneGroup(CpuEngine, shardcheck_engine::Profile);
-    impl Engine for OneGroup {
-        fn profile(&self) -> &shardcheck_engine::Profile {
-            &self.1
-        }
-        fn validate(
-            &self,
-            rules: shardcheck_engine::RuleSetName,
-            settings: &shardcheck_engine::Settings,
-        ) -> Result<shardcheck_engine::Answer<shardcheck_engine::Validation>, shardcheck_engine::EngineError>
-        {
-            self.0.validate(rules, settings)
-        }
-        fn open(
-            &self,
-            configuration: &shardcheck_engine::Configuration,
-        ) -> Result<
-            shardcheck_engine::Answer<Box<dyn shardcheck_engine::Session>>,
-            shardcheck_engine::EngineError,
-        > {
-            assert!(configuration.second_group.is_none(), "the engine was asked");
-            self.0.open(configuration)
-        }
-    }
-    let profile = shardcheck_engine::Profile { second_group: false, ..engine().profile().clone() };
+    let profile = Profile { second_group: false, ..engine().profile().clone() };
     let case: Case = GROUPS.parse().unwrap();
-    let result = judge_case(&case, &OneGroup(engine(), profile), &|_| true);
+    let result = judge_case(&case, &Declaring(engine(), profile), &|_| true);
     assert_eq!(result.status, Status::Unsupported, "{:?}", result.checks);
+}
+
+/// What becomes of the outputs of a sequence on an engine that does not declare `missing`.
+fn output_without(id: &str, missing: OperationKind) -> Finding {
+    let case: Case = id.parse().unwrap_or_else(|error| panic!("{error}"));
+    let result = judge_case(&case, &Declaring::without(missing), &|_| true);
+    assert!(
+        !result.checks.iter().any(|check| matches!(check.finding, Finding::Inconclusive(_))),
+        "{:?}",
+        result.checks
+    );
+    let output = result.checks.into_iter().find(|check| check.property == "sequence.output");
+    output.unwrap_or_else(|| panic!("{id} has outputs")).finding
+}
+
+#[test]
+fn a_step_that_the_engine_does_not_declare_is_unsupported_and_not_undecided() {
+    let Finding::Unsupported(why) = output_without(REJECTED, OperationKind::Verify) else {
+        panic!("judged");
+    };
+    assert!(why.contains("does not declare verify"), "{why}");
+}
+
+#[test]
+fn a_verification_of_one_row_a_request_is_judged_as_the_decode_that_the_engine_is_asked_for() {
+    const ONE_ROW: &str =
+        "sequence/tiny-mla/tp3.dcp3.h1.s2.b4.bf16.a2a.hi_lo.lat/rejected/v0+1,1+1_d0,1_v0+1.pad2/7";
+    assert!(matches!(output_without(ONE_ROW, OperationKind::Verify), Finding::Holds(_)));
+    let Finding::Unsupported(why) = output_without(ONE_ROW, OperationKind::Decode) else { panic!("judged") };
+    assert!(why.contains("does not declare decode"), "{why}");
 }
 
 #[test]

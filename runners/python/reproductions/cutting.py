@@ -99,6 +99,10 @@ class RankGroup:
         """The rank's own part of the sum over ranks."""
         return self.all_reduce(tensor).chunk(self.world_size, dim)[self.rank_in_group].contiguous()
 
+    def reduce_scatter(self, tensor: object, dim: int = 0) -> object:
+        """The same, as another engine's group names it."""
+        return self.reduce_scatter_along_dim(tensor, dim)
+
     def all_to_all_single(self, output: object, tensor: object, group: object = None) -> None:
         """Part j of the first axis goes to rank j."""
         import torch

@@ -40,6 +40,34 @@ class VirtualRanksTest(unittest.TestCase):
         with self.assertRaisesRegex(CollectiveMismatch, "rank 0 waits in gather, rank 1 waits in reduce"):
             ranks.run(lambda rank: ranks.exchange("reduce" if rank else "gather", rank))
 
+    def test_ranks_that_meet_count_no_collective_and_have_what_all_brought(self) -> None:
+        ranks = VirtualRanks(3)
+        seen = ranks.run(lambda rank: ranks.meet("launch", rank) + ranks.exchange("gather", 10 * rank))
+        self.assertEqual(seen, [[0, 1, 2, 0, 10, 20]] * 3)
+        self.assertEqual(ranks.entered, [1, 1, 1])
+
+    def test_a_rank_that_meets_nobody_goes_on_by_itself(self) -> None:
+        for others in ("gather", "end"):
+            with self.subTest(others):
+                ranks = VirtualRanks(3)
+
+                def step(rank: int, ranks: VirtualRanks = ranks, others: str = others) -> list:
+                    met = ranks.meet("launch", rank) if rank != 1 else []
+                    return met + (ranks.exchange("gather", rank) if others == "gather" else [])
+
+                gathered = [0, 1, 2] if others == "gather" else []
+                self.assertEqual(ranks.run(step), [[0, *gathered], gathered, [2, *gathered]])
+
+    def test_ranks_that_disagree_behind_a_meeting_are_still_named(self) -> None:
+        ranks = VirtualRanks(2)
+
+        def step(rank: int) -> None:
+            ranks.meet("launch", rank)
+            ranks.exchange("reduce" if rank else "gather", rank)
+
+        with self.assertRaisesRegex(CollectiveMismatch, "rank 0 waits in gather, rank 1 waits in reduce"):
+            ranks.run(step)
+
     def test_the_failure_of_one_rank_ends_all_and_is_the_one_that_is_raised(self) -> None:
         ranks = VirtualRanks(4)
 

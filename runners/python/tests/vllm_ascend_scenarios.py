@@ -221,6 +221,45 @@ def exponents(release: Any) -> dict[str, list[int]]:
     return counts.found
 
 
+def together(release: Any) -> dict[str, list[int]]:
+    """Elements of the fused exchange with all rows and ranks of a launch as one block, and those whose bits differ from the same launches
+    rank by rank and row by row, on one, three or four cores."""
+    if release.fused is None:
+        return {}
+    import builtins
+
+    import torch
+
+    from shardcheck.adapters import interpreter
+    from shardcheck.adapters.collectives import VirtualExecutor
+    from shardcheck.adapters.vllm_ascend import surroundings
+    from shardcheck.adapters.vllm_ascend.merging import RankMerge
+
+    module = next(filter(None, map(release.package.load, surroundings.FUSED)))
+    joint = {name: getattr(module, name) for name in surroundings.FUSED_KERNELS if hasattr(module, name)}
+    counts = Counts()
+
+    def merged(outs: Any, lses: Any, cores: int | None) -> np.ndarray:
+        module.range = interpreter.rows_at_once if cores is None else builtins.range
+        module.get_vectorcore_num = lambda: cores or 1
+        for name, kernel in joint.items():
+            setattr(module, name, kernel if cores is None else kernel.kernel)
+        jobs = [RankMerge("fused", out, lse) for out, lse in zip(outs, lses, strict=True)]
+        results, _ = VirtualExecutor(release).run(jobs, len(outs))
+        return torch.stack([out for out, _ in results]).contiguous().view(torch.uint8).numpy()
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for world, rows, own, width, cores in ((2, 5, 3, 24, 4), (3, 1, 1, 31, 3), (5, 3, 2, 8, 1), (8, 2, 1, 32, 4)):
+            drawn = torch.Generator().manual_seed(world)
+            # rows and heads change places, so that strides are not dense
+            outs = torch.randn(world, own * world, rows, width, generator=drawn).to(dtype).transpose(1, 2)
+            lses = 20 * torch.randn(world, rows, own * world, generator=drawn)
+            outs[0, 0], lses[0, 0], lses[:, :, -1] = torch.nan, -torch.inf, -torch.inf
+            name = str(dtype).removeprefix("torch.")
+            counts.add(name, merged(outs, lses, None), merged(outs, lses, cores))
+    return counts.found
+
+
 def main() -> None:
     """Prints the outcome of every scenario as one JSON object."""
     from shardcheck.adapters.vllm_ascend import Engine
@@ -230,9 +269,12 @@ def main() -> None:
     configuration = SCENARIOS["no rank empty"].configuration
     outcomes["merges"] = merges(engine, configuration)
     if len(sys.argv) == 2:
-        outcomes["sweep"] = sweep(engine.release)
-        outcomes["masks"] = masks(engine.release)
+        if engine.release.counts_lens:
+            outcomes["sweep"] = sweep(engine.release)
+        if engine.release.has_masks:
+            outcomes["masks"] = masks(engine.release)
         outcomes["exponents"] = exponents(engine.release)
+        outcomes["together"] = together(engine.release)
     session = engine.open(configuration)
     outcomes.update({name: shared(session, batch, options) for name, (batch, options) in SHARES.items()})
     engine.close()

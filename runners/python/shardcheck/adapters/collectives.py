@@ -68,6 +68,7 @@ class VirtualRanks:
         self._waiting: dict[int, tuple[str, Any]] = {}
         self._results: dict[int, Any] = {}
         self._finished: set[int] = set()
+        self._meeting: set[int] = set()
         self._failure: BaseException | None = None
         self._local = threading.local()
 
@@ -92,9 +93,18 @@ class VirtualRanks:
 
     def exchange(self, name: str, value: Any) -> list[Any]:
         """Enters a collective with `value`; returns what all ranks entered it with, in rank order."""
+        self.entered[self.current] += 1
+        return self._wait(name, value)
+
+    def meet(self, name: str, value: Any) -> list[Any]:
+        """Waits until all ranks are here, or can't come because they are in a collective or have ended: no collective, and no failure.
+        Returns what the ranks that met brought along, in rank order: all of them, or the calling one alone."""
+        self._meeting.add(self.current)
+        return self._wait(name, value)
+
+    def _wait(self, name: str, value: Any) -> list[Any]:
         rank = self.current
         with self._condition:
-            self.entered[rank] += 1
             self._waiting[rank] = (name, value)
             self._resolve()
             self._pass_on()
@@ -128,11 +138,18 @@ class VirtualRanks:
         self._condition.notify_all()
 
     def _resolve(self) -> None:
-        """Completes a collective that everybody is in; names the ranks that would wait for ever."""
+        """Completes what everybody is in; lets go who meets nobody; names the ranks that would wait for ever."""
         if len(self._waiting) + len(self._finished) < self.world or not self._waiting:
             return
         names = {rank: name for rank, (name, _) in self._waiting.items()}
-        if self._finished or len(set(names.values())) > 1:
+        apart = bool(self._finished) or len(set(names.values())) > 1
+        if apart and self._meeting:
+            for rank in self._meeting:
+                self._results[rank] = [self._waiting.pop(rank)[1]]
+            self._meeting.clear()
+            return
+        self._meeting.clear()
+        if apart:
             where = [
                 f"rank {rank} {'waits in ' + names[rank] if rank in names else 'has ended'}"
                 for rank in range(self.world)

@@ -4,9 +4,12 @@ device."""
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
 
 from shardcheck import Unsupported
 from shardcheck.dtypes import decode, encode
@@ -45,6 +48,21 @@ SHIMS = (
     "Triton's interpreter: 8-bit floats that are NaN are read as NaN; it reads them as numbers by itself",
 )
 """What `prepare` changes on a CPU, for a profile."""
+
+
+def rows_at_once(start: Any, stop: Any, step: Any = 1) -> Iterator[Any]:
+    """Stands for `range` in a module whose kernels walk independent rows by it: gives all rows as one block `[n, 1]` of i32, which
+    broadcasts against a row's columns `[D]`. The interpreter's time goes by operations and not by elements, so that a loop costs what one
+    row costs. A block has a power of two of rows; the last one is there several times then. So rows must share nothing: none may load what
+    one stores, and a row that runs twice must store the same."""
+    import triton.language as tl
+    from triton.runtime.interpreter import TensorHandle
+
+    rows = np.arange(operator.index(start), operator.index(stop), operator.index(step), dtype=np.int32)
+    if len(rows):
+        count = 1 << (len(rows) - 1).bit_length()
+        block = np.pad(rows, (0, count - len(rows)), mode="edge")[:, None]
+        yield tl.tensor(TensorHandle(block, tl.int32), tl.block_type(tl.int32, [count, 1]))
 
 
 def _remember_types() -> None:

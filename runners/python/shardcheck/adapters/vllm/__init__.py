@@ -69,6 +69,7 @@ class Engine(BaseEngine):
     """A release of vLLM. One process serves one release."""
 
     name = "vllm"
+    call_file = Path(__file__).with_name("call.py")
 
     def __init__(
         self,
@@ -92,6 +93,7 @@ class Engine(BaseEngine):
         manifest = read_manifest(place) or {}
         self.version = str(manifest.get("version", release or _version_of(place)))
         self.revision = f"{manifest['package']} wheel sha256:{manifest['wheel_sha256']}" if manifest else ""
+        self.release_folder = place.resolve()
         self.merge_variant = merge
         aliased_token = int(alias_token) if alias_token else None
         make = functools.partial(make_release, str(place), device, runner, lse == "f32", aliased_token)

@@ -1,10 +1,10 @@
 """vLLM-Ascend: the context-parallel code of an unpacked release that needs no NPU, on a CPU.
 
-    python3 -m shardcheck.adapter shardcheck.adapters.vllm_ascend:Engine --release 0.26.0rc1
+    python3 -m shardcheck.adapter shardcheck.adapters.vllm_ascend:Engine --release 0.30.0rc2
 
 Options: `--release VERSION` (fetched with `python3 -m shardcheck.fetch vllm-ascend==VERSION`), `--folder DIR` (an unpacked wheel in its place),
-`--merge fused|context` (which merge over ranks is asked for: the fused exchange of sparse attention in Triton, where a release has it and by
-default then, or that of a cached context of grouped attention).
+`--merge fused|context` (which merge over ranks is asked for: the fused exchange in Triton, where a release has it and by
+default then, or that of a cached context of grouped attention, which 0.30.0rc2 no longer has).
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Engine(BaseEngine):
         self.merge = merge or ("fused" if self.release.fused is not None else "context")
         if self.merge == "fused" and self.release.fused is None:
             raise Unsupported("this release has no fused exchange")
+        if self.merge == "context" and self.release.context is None:
+            raise Unsupported("this release has no exchange of a cached context")
         self.executor = VirtualExecutor(self.release)
         self.operations = operations(self.release, self.merge)
         self.files = self.release.files

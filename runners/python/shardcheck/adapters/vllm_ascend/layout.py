@@ -35,8 +35,12 @@ class Layout:
         return slots
 
     def local_lens(self, seq_lens: np.ndarray, member: int) -> torch.Tensor:
-        """Tokens of each request on a rank, i32 `[n]`."""
+        """Tokens of each request on a rank, i32 `[n]`; counted here where a release asks vLLM for them."""
         c = self.configuration
+        if not self.release.counts_lens:
+            rounds, rest = np.divmod(seq_lens.astype(np.int64), c.dcp * c.interleave)
+            own = np.clip(rest - member * c.interleave, 0, c.interleave)
+            return torch.from_numpy((rounds * c.interleave + own).astype(np.int32))
         manager = self._manager(len(seq_lens), 1, 1, member)
         lens = torch.from_numpy(np.ascontiguousarray(seq_lens, dtype=np.int32))
         return self.release.local_lens(manager, lens, c.dcp, c.interleave)[:, member].to(torch.int32)

@@ -29,13 +29,8 @@ class RankMerge:
         """Merged output and LSE of the rank's own heads; no LSE where the engine has none."""
         with release.groups.acting(group), interpreter.limits():
             if self.how == "fused":
-                return self._fused(release, group), None
+                return fuse(release, group, self.out, self.lse)
             return self._context(release, group)
-
-    def _fused(self, release: Release, group: Any) -> torch.Tensor:
-        out, lse = self.out.as_subclass(NpuTensor), self.lse[..., None].as_subclass(NpuTensor)
-        merged = release.fused(out, lse, group.world_size, 1, group.device_group)
-        return merged.as_subclass(torch.Tensor)
 
     def _context(self, release: Release, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
         # as `forward_impl` does it: [T, Hg, D + 1] turned to [Hg, D + 1, T], exchanged, and back
@@ -49,13 +44,67 @@ class RankMerge:
         return out, lse[..., 0]
 
 
+def fuse(
+    release: Release,
+    group: Any,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    local: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The fused exchange of a partial `[T, Hg, D]` and its LSE `[T, Hg]`: own heads, with a state of theirs that the rank has besides, where
+    given. The LSE comes from a second exchange, of outputs in f32, where a release gives one for those alone; elsewhere there is none."""
+    given = group.world_size, 1, group.device_group if group.world_size > 1 else None
+
+    def merged(kind: torch.dtype, **asked: bool) -> torch.Tensor:
+        partial = on_npu(out.to(kind)), on_npu(lse[..., None])
+        if local is None:
+            return release.fused(*partial, *given, **asked).as_subclass(torch.Tensor)
+        received = release.fused(*partial, *given, defer_combine=True)
+        return combined(release, received, (local[0].to(kind), local[1]), **asked)
+
+    if release.combine is None:
+        return merged(out.dtype), None
+    return merged(out.dtype), merged(torch.float32, return_lse=True)[..., -1]
+
+
+def combined(
+    release: Release, received: torch.Tensor, local: tuple[torch.Tensor, torch.Tensor], **asked: bool
+) -> torch.Tensor:
+    """What was received, merged with the rank's own state."""
+    out, lse = on_npu(local[0]), on_npu(local[1][..., None])
+    merged = release.combine(received, out.shape[-1], 1, local_output=out, local_lse=lse, **asked)
+    return merged.as_subclass(torch.Tensor)
+
+
+def on_npu(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as one that says that it lies on an NPU."""
+    return tensor.as_subclass(NpuTensor)
+
+
 def merge_two(
     release: Release, prefix: tuple[torch.Tensor, torch.Tensor], suffix: tuple[torch.Tensor, torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merges two states `out [T, H, D]`, `lse [T, H]`."""
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """Merges two states `out [T, H, D]`, `lse [T, H]`; says by which function."""
+    if release.merges_local:
+        with interpreter.limits():
+            return *merge_local(release, prefix, suffix), "fused_dcp_lse_combine"
     outs, lses = zip(prefix, suffix, strict=True)
     out, lse = release.update(torch.stack(outs), torch.stack(lses)[..., None])
-    return out, lse[..., 0]
+    return out, lse[..., 0], "_update_out_and_lse"
+
+
+def merge_local(
+    release: Release, prefix: tuple[torch.Tensor, torch.Tensor], suffix: tuple[torch.Tensor, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A history that a rank packed and received, and the attention over new tokens beside it, as attention of a verification merges them. The
+    LSE is that of the same states in f32."""
+    (out, lse), (own, own_lse) = prefix, suffix
+
+    def merged(kind: torch.dtype, **asked: bool) -> torch.Tensor:
+        received = release.pack(on_npu(out.to(kind)), on_npu(lse[..., None]), 1, 1)
+        return combined(release, received, (own.to(kind), own_lse), **asked)
+
+    return merged(out.dtype), merged(torch.float32, return_lse=True)[..., -1]
 
 
 def refuse(how: str, world: int, backend: str, lse_base: str) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from shardcheck.adapters import interpreter
 from shardcheck.adapters.collectives import VirtualDistributed
+from shardcheck.adapters.launches import JointKernel
 from shardcheck.adapters.loader import Stub, parameters
 from shardcheck.adapters.vllm_ascend import surroundings
 from shardcheck.adapters.vllm_ascend.surroundings import Groups, NpuTorch
@@ -23,8 +24,8 @@ MAX_TOKENS = 1 << 14
 class Release:
     """The engine's functions. `None` where a release lacks one.
 
-    `table` is `BlockTable`, `manager` is `PCPManager` (0.23.0) or `DCPManager`, `fused` is `sfa_dcp_a2a_fused_combine`, `update` is
-    `_update_out_and_lse`, `context` the class of grouped attention with `_update_global_context_output`, `remap` the method
+    `table` is `BlockTable`, `manager` is `PCPManager` (0.23.0) or `DCPManager`, `fused` is `sfa_dcp_a2a_fused_combine` or the later
+    `dcp_a2a_fused_combine` with its halves `pack` and `combine`, `update` is `_update_out_and_lse`, `context` the class of grouped attention with `_update_global_context_output`, `remap` the method
     `_remap_sparse_indices` of sparse attention.
     """
 
@@ -41,16 +42,27 @@ class Release:
         self.process = first(surroundings.COMMON, "_process_attn_out_lse")
         self.weigh = first(surroundings.COMMON, "_npu_attention_update")
         self.manager = first(surroundings.MANAGER, "DCPManager") or first(surroundings.MANAGER, "PCPManager")
-        self.fused = first(surroundings.FUSED, "sfa_dcp_a2a_fused_combine")
+        self.fused = first(surroundings.FUSED, "sfa_dcp_a2a_fused_combine") or first(
+            surroundings.FUSED, "dcp_a2a_fused_combine"
+        )
+        self.pack = first(surroundings.FUSED, "pack_dcp_output_lse")
+        self.combine = first(surroundings.FUSED, "fused_dcp_lse_combine")
         self.context = self._class_with(surroundings.GROUPED[0], "_update_global_context_output")
         sparse = self._class_with(surroundings.SPARSE[0], "_remap_sparse_indices")
         self.remap = None if sparse is None else sparse._remap_sparse_indices
-        for places in (surroundings.COMMON, surroundings.GROUPED, surroundings.FUSED):
-            module = self.package.load(places[0])
+        for name in (*surroundings.COMMON, *surroundings.GROUPED, *surroundings.FUSED):
+            module = self.package.load(name)
             if module is not None:
                 module.dist = VirtualDistributed(torch.distributed)
-        if self.fused is not None:
-            self.package.load(surroundings.FUSED[0]).torch = NpuTorch()
+                if name in surroundings.FUSED:
+                    self._run_fused_at_once(module)
+
+    def _run_fused_at_once(self, module: Any) -> None:
+        """Puts host memory, blocks of rows and joint launches into a file of the fused exchange."""
+        module.torch, module.range = NpuTorch(), interpreter.rows_at_once
+        for name in surroundings.FUSED_KERNELS:
+            if hasattr(module, name):
+                setattr(module, name, JointKernel(getattr(module, name), self.groups.ranks))
 
     def _class_with(self, module: str, method: str) -> Any:
         loaded = self.package.load(module)
@@ -67,6 +79,28 @@ class Release:
         return self.package.loaded()
 
     @property
+    def has_masks(self) -> bool:
+        """Whether a verification has a mask over a rank's tokens."""
+        return hasattr(self.manager, "generate_mtp_attention_mask_for_decode")
+
+    @property
+    def counts_lens(self) -> bool:
+        """Whether local lengths are the release's own, and not vLLM's."""
+        vllms = "get_dcp_local_seq_lens"
+        method = getattr(self.manager, "_get_dcp_local_seq_lens", None)
+        return method is None or not isinstance(method.__globals__.get(vllms), Stub)
+
+    @property
+    def merges_by_fused(self) -> bool:
+        """Whether attention of every kind merges by the fused exchange."""
+        return self.combine is not None
+
+    @property
+    def merges_local(self) -> bool:
+        """Whether the fused exchange takes a state that every rank has beside what it received."""
+        return self.combine is not None and "local_output" in parameters(self.combine)
+
+    @property
     def splits_prefill(self) -> bool:
         """Whether the manager shares prompts out over ranks."""
         return hasattr(self.manager, "update_tokens_for_pcp")
@@ -77,6 +111,7 @@ class Release:
             *self.package.described(),
             *interpreter.SHIMS,
             "torch in the fused exchange: its buffers lie in host memory, and tensors say that they lie on an NPU",
+            "range and launches in the fused exchange: rows and ranks, which share nothing there, are one block and not a loop",
             "torch.distributed: ranks are threads of one process, in turns",
         ]
 

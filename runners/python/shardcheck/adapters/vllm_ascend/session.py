@@ -28,12 +28,13 @@ class AscendSession(CachedSession):
 
     def lengths(self, lens: np.ndarray, rows: np.ndarray, members: list[int]) -> dict[str, Any]:
         """Local lengths and row lengths of every rank, and the masks that rows have where there is more than one."""
-        outputs: dict[str, Any] = {
-            "local_lens": torch.stack([self.layouts.local_lens(lens, member) for member in members]),
-            "row_lens": torch.stack([self.layouts.row_lens(lens, rows, member) for member in members]),
-        }
-        if self.configuration.dcp > 1 and len(lens):
-            outputs["row_mask"] = self.layouts.row_masks(lens, rows, members)
+        outputs: dict[str, Any] = {}
+        if self.release.counts_lens:
+            outputs["local_lens"] = torch.stack([self.layouts.local_lens(lens, member) for member in members])
+        if self.release.has_masks:
+            outputs["row_lens"] = torch.stack([self.layouts.row_lens(lens, rows, member) for member in members])
+            if self.configuration.dcp > 1 and len(lens):
+                outputs["row_mask"] = self.layouts.row_masks(lens, rows, members)
         return outputs
 
     def merge_partials(
@@ -63,8 +64,9 @@ class AscendSession(CachedSession):
             (o.torch(), s.torch()) for o, s in ((prefix_out, prefix_lse), (suffix_out, suffix_lse))
         )
         with self.release.watching():
-            out, lse = merge_two(self.release, prefix, suffix)
-        return Reply({"out": out[None].to(prefix[0].dtype), "lse": lse[None]}, {"view": "as given"}, [0])
+            out, lse, by = merge_two(self.release, prefix, suffix)
+        outputs = {"out": out[None].to(prefix[0].dtype), "lse": lse[None]}
+        return Reply(outputs, {"view": "as given", "merge": by}, [0])
 
     def pcp_layout(
         self,

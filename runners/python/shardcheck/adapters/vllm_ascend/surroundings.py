@@ -17,11 +17,16 @@ from shardcheck.adapters.loader import Package
 
 _CP = "vllm_ascend.attention.context_parallel"
 
-# Where 0.23.0 and 0.26.0rc1 keep their code. A place that a release doesn't have is passed over.
+# Where 0.23.0, 0.26.0rc1 and 0.30.0rc2 keep their code. A place that a release doesn't have is passed over.
 COMMON = (f"{_CP}.common_cp",)
 GROUPED = (f"{_CP}.attention_cp",)
 SPARSE = (f"{_CP}.sfa_cp",)
-FUSED = ("vllm_ascend.ops.triton.sfa_cp",)
+FUSED = ("vllm_ascend.ops.triton.sfa_cp", "vllm_ascend.ops.triton.dcp.dcp_a2a")
+# The kernels of the fused exchange.
+FUSED_KERNELS = (
+    *("_pack_sfa_dcp_output_lse_kernel", "_fused_sfa_dcp_lse_combine_kernel"),
+    *("_pack_dcp_output_lse_kernel", "_fused_dcp_lse_combine_kernel"),
+)
 TABLE = ("vllm_ascend.worker.block_table",)
 MANAGER = ("vllm_ascend.worker.dcp_utils", "vllm_ascend.worker.pcp_utils")
 
@@ -29,8 +34,8 @@ MANAGER = ("vllm_ascend.worker.dcp_utils", "vllm_ascend.worker.pcp_utils")
 _SUPPORT = ("vllm_ascend.distributed.utils", "vllm_ascend.ops.triton.compute_slot_mapping")
 # Packages that those import: stubs stand for them and the attributes below, also where the current folder has a checkout of one.
 _STOOD_IN = ("torch_npu", "vllm")
-# Programs that a launch of a kernel has at most: the cores of a device.
-_CORES = 4
+# Programs that a launch of a kernel has at most: the cores of a device. One program then walks all rows, which `rows_at_once` makes one step of.
+_CORES = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,11 @@ class Groups:
     def dcp(self) -> Any:
         """Stands for `get_dcp_group`."""
         return self._current.dcp
+
+    def ranks(self) -> Any:
+        """The ranks that take turns with this thread, or nothing where it acts for none."""
+        rank = getattr(self._local, "rank", None)
+        return getattr(rank.dcp, "ranks", None) if rank is not None else None
 
     def pcp(self) -> Any:
         """Stands for `get_pcp_group`."""
@@ -159,6 +169,9 @@ def package(folder: Path, groups: Groups, triton: Any, update: Callable[..., Any
         "vllm.v1.utils": {"CpuGpuBuffer": Buffer},
         "torch_npu": {"npu_attention_update": update},
         "vllm_ascend.attention.utils": metadata,
+        # A5 has kernels of its own for large batches: none is asked for here
+        "vllm_ascend.device.device_config": {"is_950": lambda: False},
+        "vllm_ascend.core.kv_cache_interface": {"is_circular_kv_cache_spec": lambda _: False},
         "vllm_ascend.ops.triton.triton_utils": {
             "get_vectorcore_num": lambda: _CORES,
             "init_device_properties_triton": lambda: None,
