@@ -131,7 +131,7 @@ impl MoeCase {
         if self.weights == ExpertWeights::Random {
             // SiTU is bent at 4 and at 25: what lies below tells nothing of it
             let size = match (self.plan.activation, stream) {
-                (Activation::SituGated, Stream::Gate | Stream::SharedGate) => 4.0,
+                (Activation::SituGated, Stream::MoeGate | Stream::MoeSharedGate) => 4.0,
                 (Activation::SituGated, _) => 16.0,
                 _ => 1.0,
             };

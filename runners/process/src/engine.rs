@@ -393,7 +393,7 @@ impl ProcessSession {
         let parcel = Parcel::of(inputs, running.child.folder(), &name, inline_bytes)
             .map_err(|error| EngineError::Crash { text: format!("inputs can't be sent: {error}") })?;
         let (session, operation, attached) = (self.session, operation.clone(), parcel.attached.clone());
-        let question = |id| Question::Step { id, session, operation, kind, attached };
+        let question = |id| Question::Step { id, session, operation: Box::new(operation), kind, attached };
         let (reply, tensors) = self.shared.ask(lane, kind.name(), question, &parcel)?;
         let refusal = |id| lane.running.as_mut().and_then(|running| running.connection.refusal(id));
         // what a session that was never opened says to its first step is of no interest

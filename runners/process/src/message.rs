@@ -71,7 +71,7 @@ pub enum Question {
         /// Session.
         session: u64,
         /// What to do.
-        operation: Operation,
+        operation: Box<Operation>,
         /// Its name in the profile.
         kind: OperationKind,
         /// Where the inputs are.
