@@ -127,6 +127,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         stack::LATENT,
         stack::LANES,
         stack::GATE,
+        stack::RANKS,
         equal::PROPERTIES,
         inputs::PROPERTIES,
         rules::PROPERTIES,

@@ -68,6 +68,8 @@ pub struct Setting<'a> {
     pub rotary_width: usize,
     /// Ranks that add up parts of an update.
     pub ranks: usize,
+    /// Ranks that add up what experts give.
+    pub expert_ranks: usize,
     /// Ranks that merge partial attentions.
     pub world: usize,
     /// Element type of the cache, and its scale.
@@ -143,12 +145,12 @@ impl Setting<'_> {
     }
 
     fn feed_forward(&self, weights: &FeedForward<'_>, normed: &[Near]) -> Vec<Near> {
-        let of_mlp = |mlp: &Mlp<'_>| feed_forward_of(mlp, normed, self.ranks, self.contract);
+        let of_mlp = |mlp: &Mlp<'_>, ranks| feed_forward_of(mlp, normed, ranks, self.contract);
         match weights {
-            FeedForward::Mlp(mlp) => of_mlp(mlp),
+            FeedForward::Mlp(mlp) => of_mlp(mlp, self.ranks),
             FeedForward::Experts { router, experts } => {
                 match winner(router, normed, self.contract) {
-                    Some(expert) => of_mlp(&experts[expert]),
+                    Some(expert) => of_mlp(&experts[expert], self.expert_ranks),
                     // another expert gives anything
                     None => vec![Near { value: 0.0, error: f64::INFINITY }; normed.len()],
                 }

@@ -35,6 +35,8 @@ pub struct StackTurn {
     pub drafted: Vec<i32>,
     /// Token behind the last row of each request where it is known already, or −1.
     pub next: Vec<i32>,
+    /// Whether drafts are verified.
+    pub verifies: bool,
     /// Slots of the recurrent layers, where there are some.
     pub states: Option<StateTurn>,
     /// Positions of the tokens of each row, padding included, in each layer that has some named.
@@ -60,6 +62,7 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
             turn,
             drafted: run.drafted,
             next: run.next,
+            verifies: run.verifies,
         }
     };
     let turns: Vec<StackTurn> = script.turns(seed)?.into_iter().enumerate().map(of_turn).collect();
@@ -75,7 +78,8 @@ pub fn generate_stack(case: &StackCase, seed: u64) -> Result<StackInputs, String
         }
     }
     // a draft head goes on behind the tokens of the session
-    let positions = longest + case.drafts();
+    // and rows of padding have a position where no request has a token
+    let positions = (longest + case.drafts()).max(1);
     Ok(StackInputs { weights: weights(case, seed, positions), tokens, session: script.session, turns })
 }
 

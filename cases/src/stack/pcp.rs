@@ -18,17 +18,15 @@ pub(super) fn read(tokens: &mut Tokens) -> Result<Option<StackPcp>, String> {
     Ok(Some(StackPcp { world, strategy, decodes, merged: tokens.take_flag("merged") }))
 }
 
-/// Whether the rows of each request of a run are a prompt's: those of a step of any number of rows that are no drafts.
-fn prefills(turn: &Turn, drafted: &[i32]) -> Vec<bool> {
-    let is_prompt =
-        |index: usize| turn.kind == RunKind::Verify && drafted.get(index).is_none_or(|drafts| *drafts == 0);
-    (0..turn.requests.len()).map(is_prompt).collect()
+/// Whether the rows of a run are a prompt's: those of a step of any number of rows in which no drafts are verified.
+fn is_prompt(kind: RunKind, verifies: bool) -> bool {
+    kind == RunKind::Verify && !verifies
 }
 
 impl StackTurn {
     /// Whether the rows of each request are a prompt's, which ranks of prefill context parallelism share out by another rule.
     pub fn prefills(&self) -> Vec<bool> {
-        prefills(&self.turn, &self.drafted)
+        vec![is_prompt(self.turn.kind, self.verifies); self.turn.requests.len()]
     }
 }
 
@@ -52,23 +50,25 @@ impl StackCase {
             PcpStrategy::HeadTail | PcpStrategy::Contiguous => decodes != PcpDecodes::Split,
         };
         if !goes_with {
-            return fail(format!("strategy {strategy} does not go with {decodes} decodes"));
+            let words = match strategy {
+                PcpStrategy::RoundRobin => "replicated or split ones",
+                PcpStrategy::HeadTailOrWhole | PcpStrategy::Zigzag => "replicated ones",
+                PcpStrategy::HeadTail | PcpStrategy::Contiguous => "replicated or owned ones",
+            };
+            return fail(format!("strategy {strategy} does not go with {decodes} decodes, but with {words}"));
         }
         if merged && self.mixture.is_none() {
             return fail("experts are merged over pcp, and there are none (e)".to_owned());
         }
         let shortest = 2 * world;
-        for (index, turn) in turns.iter().enumerate() {
-            let drafted = script.runs.get(index).map_or(&[][..], |run| &run.drafted);
-            let prefills = prefills(turn, drafted);
-            let short = turn
-                .new_tokens
-                .iter()
-                .zip(prefills)
-                .find(|(rows, is_prompt)| *is_prompt && (1..shortest).contains(*rows));
-            if let Some((rows, _)) = short.filter(|_| strategy == PcpStrategy::Zigzag) {
+        for (index, turn) in turns.iter().enumerate().filter(|_| strategy == PcpStrategy::Zigzag) {
+            let verifies = script.runs.get(index).is_some_and(|run| run.verifies);
+            let mut rows = turn.requests.iter().zip(&turn.new_tokens);
+            let short = rows.find(|(_, rows)| (1..shortest).contains(*rows));
+            if let Some((request, rows)) = short.filter(|_| is_prompt(turn.kind, verifies)) {
                 return fail(format!(
-                    "zigzag takes prompts without rows or with {shortest} and more, not {rows}"
+                    "step {}: zigzag over {world} ranks takes prompts without rows or with {shortest} and more; request {request} has {rows}",
+                    turn.step + 1
                 ));
             }
         }
@@ -104,13 +104,34 @@ mod tests {
     }
 
     #[test]
+    fn a_row_without_drafts_beside_rows_with_some_is_no_prompt() {
+        let case = "stack/l2.h40.i9.v8.whole.wired.m1.r1.pcp2.round_robin.replicated/tiny-mla/mla24+8v12.tp1.dcp1.h1.s1.b4.n120.bf16.ag_rs/x/v0+3,1+3,2+3/1";
+        let Body::Stack(body) = case.parse::<Case>().unwrap().body else { panic!("another body") };
+        let inputs = crate::generate_stack(&body, 1).unwrap();
+        assert!(inputs.turns[1].drafted.contains(&0) && inputs.turns[1].drafted.contains(&1));
+        assert_eq!(inputs.turns[1].prefills(), [false; 3]);
+    }
+
+    #[test]
+    fn a_session_of_padding_alone_has_a_position_for_it() {
+        let case = "stack/l2.h20.i14.v19.whole/tiny-mla/tp2.dcp2.h1.s1.b4.bf16.ag_rs/x/d0+0.pad4/1";
+        let Body::Stack(body) = case.parse::<Case>().unwrap().body else { panic!("another body") };
+        let inputs = crate::generate_stack(&body, 1).unwrap();
+        assert_eq!(inputs.weights.get("rotary").unwrap().shape()[0], 1);
+    }
+
+    #[test]
     fn ranks_that_can_not_be_are_refused_with_the_reason() {
         for (from, to, reason) in [
             ("pcp2", "pcp1", "pcp is 1"),
             ("pcp2", "pcp9", "between 2 and 8"),
             ("head_tail.", "", "strategy of pcp is missing"),
             ("head_tail.replicated", "head_tail.split", "does not go with"),
-            ("head_tail", "zigzag", "zigzag takes prompts without rows or with 4 and more, not 3"),
+            (
+                "head_tail",
+                "zigzag",
+                "step 1: zigzag over 2 ranks takes prompts without rows or with 4 and more; request 1 has 3",
+            ),
             (".e6.k2.d1", "", "experts are merged"),
         ] {
             let error = ID.replacen(from, to, 1).parse::<Case>().unwrap_err().to_string();

@@ -26,6 +26,8 @@ pub struct RunScript {
     pub drafted: Vec<i32>,
     /// Token behind the last row where it is known already, as in front of another chunk of a prompt; −1: the one that the row gives.
     pub next: Vec<i32>,
+    /// Whether drafts are verified, also where a request has none: its rows are a decode's.
+    pub verifies: bool,
 }
 
 /// A text: a token that stands there once, then a few others over and over.
@@ -222,7 +224,8 @@ impl Writer {
     fn rounds(&mut self, wiring: StackWiring) {
         self.script.ahead = true;
         for round in 0..=wiring.rounds {
-            let (mut run, mut batch, mut rejected) = (RunScript::default(), Vec::new(), Vec::new());
+            let mut run = RunScript { verifies: true, ..RunScript::default() };
+            let (mut batch, mut rejected) = (Vec::new(), Vec::new());
             for (request, held) in &mut self.held {
                 let count = wiring.drafts - usize::from((round + request) % 3 == 2);
                 let next = held.text.at(held.cached);

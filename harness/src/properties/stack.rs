@@ -23,6 +23,7 @@ const BOUND: &str = "certified bound of this stage, for what the engine showed o
 pub(super) use gate::PROPERTIES as GATE;
 pub(super) use lanes::PROPERTIES as LANES;
 pub(super) use mixture::LATENT;
+pub(super) use ranks::PROPERTIES as RANKS;
 pub(super) use recurrent::PROPERTIES as RECURRENT;
 
 pub(super) const PROPERTIES: &[Property] = &[
@@ -146,27 +147,10 @@ pub(super) const PROPERTIES: &[Property] = &[
         applies: always,
         check: tokens,
     },
-    Property {
-        id: "stack.ranks",
-        statement: "what several ranks have is the same on all of them: normed rows, keys, logits, tokens, and a stream that is not sharded",
-        source: "ranks go on with their own copies, and must go on alike",
-        bugs: &[],
-        tolerance: "exact: codes",
-        families: STACK,
-        applies: |case| stack_ranks(case) > 1,
-        check: ranks::alike,
-    },
 ];
 
 fn has_experts(case: &Case) -> bool {
     matches!(&case.body, Body::Stack(stack) if stack.mixture.is_some())
-}
-
-fn stack_ranks(case: &Case) -> usize {
-    match &case.body {
-        Body::Stack(stack) => stack.configuration().tp * stack.plan().pcp_ranks(),
-        _ => 1,
-    }
 }
 
 /// One run under judgement.

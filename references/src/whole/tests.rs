@@ -77,6 +77,7 @@ fn setting<'a>(rotary: &'a [f32], contract: &'a Contract, ranks: usize) -> Setti
         rotary,
         rotary_width: ROTARY,
         ranks,
+        expert_ranks: ranks,
         world: ranks,
         cache: (Dtype::Bf16, 1.0),
         contract,

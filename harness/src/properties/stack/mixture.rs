@@ -87,7 +87,7 @@ impl Experts {
     fn of(material: &StackMaterial, turn: &StackTurn, shown: &Shown<'_>) -> Result<Self, Halt> {
         let (ids, logits) = (shown.tensor("topk_ids")?, shown.tensor("router_logits")?);
         let (tp, all) = (material.ranks(), material.inputs.token_ids(&material.case, turn));
-        let (mut routing, mut rows) = (Vec::new(), Vec::new());
+        let (mut routing, mut rows): (Vec<Vec<Option<Routing>>>, _) = (Vec::new(), Vec::new());
         for lane in 0..shown.lanes.world() {
             let own = shown.lanes.front(lane);
             let of_layer = |mixture: usize| -> Vec<f32> {
@@ -97,6 +97,19 @@ impl Experts {
             let of_layer = |mixture: usize| material.routing(mixture, &of_layer(mixture), &tokens);
             routing.push((0..ids.shape[1]).map(of_layer).collect());
             rows.push(own.len());
+        }
+        // where experts have all rows once, they can be those of one rank alone if ranks hold other copies
+        let differs = |mixture: usize| {
+            let own = |(rank, row): &(usize, usize)| logits.row(&[*rank, mixture, *row]);
+            (0..shown.real_rows).any(|row| {
+                let holders = shown.lanes.everywhere(row);
+                holders.iter().any(|holder| own(holder) != own(&holders[0]))
+            })
+        };
+        if material.case.pcp.is_some_and(|pcp| pcp.merged) {
+            for mixture in (0..ids.shape[1]).filter(|mixture| differs(*mixture)) {
+                routing.iter_mut().for_each(|lane| lane[mixture] = None);
+            }
         }
         Ok(Self { ids, routing, rows, tp })
     }

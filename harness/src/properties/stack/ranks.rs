@@ -1,14 +1,34 @@
 //! What ranks of a stack have in common.
 
+use shardcheck_cases::{Body, Case};
 use shardcheck_engine::StreamLayout;
 
-use super::Scene;
+use super::{STACK, Scene};
 use crate::finding::{Failure, Finding, Measured, Stage};
 use crate::laboratory::{Halt, Laboratory};
+use crate::properties::Property;
 use crate::stacking::Shown;
 
+pub(in crate::properties) const PROPERTIES: &[Property] = &[Property {
+    id: "stack.ranks",
+    statement: "what several ranks have is the same on all of them: normed rows, keys, logits, tokens, and a stream that is not sharded",
+    source: "ranks go on with their own copies, and must go on alike",
+    bugs: &[],
+    tolerance: "exact: codes",
+    families: STACK,
+    applies: |case| stack_ranks(case) > 1,
+    check: alike,
+}];
+
+fn stack_ranks(case: &Case) -> usize {
+    match &case.body {
+        Body::Stack(stack) => stack.configuration().tp * stack.plan().pcp_ranks(),
+        _ => 1,
+    }
+}
+
 /// Judges that what several ranks have is the same on all of them.
-pub(super) fn alike(laboratory: &Laboratory) -> Result<Finding, Halt> {
+fn alike(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.stack();
     let mut count = 0;
     for (turn, observed) in material.inputs.turns.iter().zip(laboratory.stepped()?) {
