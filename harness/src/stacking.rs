@@ -32,7 +32,6 @@ use crate::material::AttentionMaterial;
 pub use keys::KeyStore;
 use lanes::Lanes;
 pub use lanes::shown_rows;
-pub use mixtures::MixtureRow;
 pub use states::{Played, Recurrence, StateStore};
 use whole::WholeRows;
 pub use whole::{Drafts, WholeRun};

@@ -1,7 +1,16 @@
 //! Faults of layers: experts and their routers, recurrent states, whole transformers.
 
+use shardcheck_engine::Reply;
+
 use super::tensors::{counted, exchanged, rolled, without_last};
 use super::{BoundaryFault, Tamper, given, returned};
+
+/// Returns a tensor as the step before it had it, where it has the same shape.
+fn one_step_late(reply: &mut Reply, before: Option<&Reply>, name: &str) {
+    if let Some(earlier) = before.and_then(|before| before.outputs.find(name)) {
+        returned(reply, name, |own| if own.shape() == earlier.shape() { earlier } else { own }.clone());
+    }
+}
 
 pub(super) const FAULTS: &[BoundaryFault] = &[
     BoundaryFault {
@@ -60,13 +69,7 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the states that are shown behind a step are those behind the step before it",
         touches: "state",
         killed_by: &["kda.state"],
-        tamper: Tamper::Reply(|_, reply, before| {
-            if let Some(state) = before.and_then(|before| before.outputs.find("state")) {
-                returned(reply, "state", |own| {
-                    if own.shape() == state.shape() { state } else { own }.clone()
-                });
-            }
-        }),
+        tamper: Tamper::Reply(|_, reply, before| one_step_late(reply, before, "state")),
     },
     BoundaryFault {
         name: "windows-of-requests-exchanged",
@@ -128,12 +131,6 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         title: "the states that a stack shows behind a step are those behind the step before it",
         touches: "kda_state",
         killed_by: &["stack.state"],
-        tamper: Tamper::Reply(|_, reply, before| {
-            if let Some(state) = before.and_then(|before| before.outputs.find("kda_state")) {
-                returned(reply, "kda_state", |own| {
-                    if own.shape() == state.shape() { state } else { own }.clone()
-                });
-            }
-        }),
+        tamper: Tamper::Reply(|_, reply, before| one_step_late(reply, before, "kda_state")),
     },
 ];

@@ -254,6 +254,12 @@ fn in_stream(scene: &Scene<'_>, at: &[usize]) -> String {
     format!("{place}, {}", on_stream(scene, at[0], at[2]))
 }
 
+/// A head of a layer that attends, at `[rank, its number, row, head, …]`, in words.
+fn of_head(scene: &Scene<'_>, at: &[usize]) -> String {
+    let row = scene.words(at[0], at[2]);
+    format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
+}
+
 /// A row of the stream on a rank in words.
 fn on_stream(scene: &Scene<'_>, rank: usize, row: usize) -> String {
     scene.words(rank, scene.shown.local_row(rank, row))
@@ -330,10 +336,7 @@ fn query(laboratory: &Laboratory) -> Result<Finding, Halt> {
             };
             Ok(grid(&seen.shape[..4]).map(row).collect())
         },
-        |scene, at| {
-            let row = scene.words(at[0], at[2]);
-            format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
-        },
+        of_head,
     )
 }
 
@@ -384,10 +387,7 @@ fn attention(laboratory: &Laboratory) -> Result<Finding, Halt> {
             };
             Ok(grid(&seen.shape[..4]).map(row).collect())
         },
-        |scene, at| {
-            let row = scene.words(at[0], at[2]);
-            format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
-        },
+        of_head,
     )
 }
 

@@ -260,7 +260,9 @@ pub fn forward(
     for ((seen, (logits, tokens)), restored) in passage.seen.iter_mut().zip(last).zip(&restored) {
         seen.logits = logits;
         seen.tokens = tokens;
-        seen.restored.clone_from(restored);
+        if plan.pcp.is_some() {
+            seen.restored.clone_from(restored);
+        }
     }
     if plan.drafts == 0 {
         return Ok(step.reply(passage));
@@ -429,6 +431,11 @@ impl Step<'_> {
             seen.query.extend(query);
             seen.key.extend(key);
             seen.attention.extend(of_rank(rank));
+        }
+        if !self.plan.output_gate {
+            return passage.all(self, |worker, stream| {
+                worker.attention_update(stream, of_rank(worker.link.rank), number)
+            });
         }
         let gated = passage.all(self, |worker, _| {
             Ok(worker.gated(&normed[worker.link.rank], of_rank(worker.link.rank), number))

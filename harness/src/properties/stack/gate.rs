@@ -2,7 +2,7 @@
 
 use shardcheck_cases::{Body, Case};
 
-use super::{BOUND, STACK, every_run, grid};
+use super::{BOUND, STACK, every_run, grid, of_head};
 use crate::finding::{Finding, Stage};
 use crate::laboratory::{Halt, Laboratory};
 use crate::properties::Property;
@@ -38,9 +38,6 @@ fn gate(laboratory: &Laboratory) -> Result<Finding, Halt> {
             };
             Ok(grid(&seen.shape[..4]).map(row).collect())
         },
-        |scene, at| {
-            let row = scene.words(at[0], at[2]);
-            format!("layer {}, {row}, head {} of the rank", scene.material.latent[at[1]], at[3])
-        },
+        of_head,
     )
 }

@@ -1,7 +1,7 @@
 //! Faults of stacks over ranks of prefill context parallelism: rows of the wrong rank, in the wrong order, or not there.
 
 use super::{Fault, FaultClass};
-use crate::prefill::{Shares, restore};
+use crate::prefill::Shares;
 use crate::stack::Gathered;
 
 /// Rows of all ranks one behind the other, padding and copies left out, taken for the order of the batch.
@@ -33,12 +33,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::CollectiveOrder,
         bugs: &[],
         killed_by: &["stack.attention"],
-        apply: |p| {
-            p.stack.lanes.restore = |what, shares| match what {
-                Gathered::Keys => as_they_come(shares),
-                _ => restore(shares),
-            }
-        },
+        apply: |p| p.stack.lanes.restore[Gathered::Keys as usize] = as_they_come,
     },
     Fault {
         name: "stack-pcp-keys-restored-as-by-turns",
@@ -46,12 +41,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::CollectiveOrder,
         bugs: &[],
         killed_by: &["stack.attention"],
-        apply: |p| {
-            p.stack.lanes.restore = |what, shares| match what {
-                Gathered::Keys => by_turns(shares),
-                _ => restore(shares),
-            }
-        },
+        apply: |p| p.stack.lanes.restore[Gathered::Keys as usize] = by_turns,
     },
     Fault {
         name: "stack-pcp-rows-see-their-chunk-alone",
@@ -91,12 +81,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::CollectiveOrder,
         bugs: &[],
         killed_by: &["stack.kda", "stack.state", "stack.window"],
-        apply: |p| {
-            p.stack.lanes.restore = |what, shares| match what {
-                Gathered::States => as_they_come(shares),
-                _ => restore(shares),
-            }
-        },
+        apply: |p| p.stack.lanes.restore[Gathered::States as usize] = as_they_come,
     },
     Fault {
         name: "stack-pcp-state-on-the-last-rank-alone",
@@ -112,12 +97,7 @@ pub(super) const FAULTS: &[Fault] = &[
         class: FaultClass::CollectiveOrder,
         bugs: &[],
         killed_by: &["stack.restored"],
-        apply: |p| {
-            p.stack.lanes.restore = |what, shares| match what {
-                Gathered::Last => as_they_come(shares),
-                _ => restore(shares),
-            }
-        },
+        apply: |p| p.stack.lanes.restore[Gathered::Last as usize] = as_they_come,
     },
     Fault {
         name: "stack-pcp-head-counts-padding",
@@ -126,10 +106,7 @@ pub(super) const FAULTS: &[Fault] = &[
         bugs: &[],
         killed_by: &["stack.restored"],
         apply: |p| {
-            p.stack.lanes.restore = |what, shares| match what {
-                Gathered::Last => (0..shares.rows as i64).collect(),
-                _ => restore(shares),
-            }
+            p.stack.lanes.restore[Gathered::Last as usize] = |shares| (0..shares.rows as i64).collect()
         },
     },
     Fault {
@@ -161,6 +138,7 @@ pub(super) const FAULTS: &[Fault] = &[
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::prefill::restore;
 
     #[test]
     fn rows_that_come_in_the_order_of_ranks_or_by_turns_are_those_of_the_titles() {

@@ -32,8 +32,8 @@ pub struct LanePolicies {
     pub position: fn(usize, usize) -> usize,
     /// Tokens that a row sees: `(in the whole batch, place in its chunk)`.
     pub visible: fn(usize, usize) -> usize,
-    /// Place of every row of the batch among those of all ranks, one rank's behind the other's.
-    pub restore: fn(Gathered, &Shares) -> Vec<i64>,
+    /// Place of every row of the batch among those of all ranks, one rank's behind the other's, for each of [`Gathered`].
+    pub restore: [fn(&Shares) -> Vec<i64>; 3],
     /// Whether rows of other ranks come to a rank at all: `(what for, rank)`.
     pub comes: fn(Gathered, usize) -> bool,
     /// Whether the states of recurrent layers are left on a rank, and not zeros: `(rank, ranks, whether rows are shared out)`.
@@ -46,7 +46,7 @@ impl LanePolicies {
         is_prompt: |prefills, _| prefills,
         position: |position, _| position,
         visible: |visible, _| visible,
-        restore: |_, shares| prefill::restore(shares),
+        restore: [prefill::restore; 3],
         comes: |_, _| true,
         keeps: |_, _, _| true,
     };
@@ -175,7 +175,7 @@ impl Step<'_> {
         let (pcp, tp) = (self.lanes.all.len(), self.scene.configuration.tp);
         let ranks = Ranks { count: pcp * tp, world: pcp, ..self.scene.ranks };
         let order: Vec<usize> = (0..pcp).collect();
-        let places = (own.restore)(what, shares);
+        let places = own.restore[what as usize](shares);
         let local = self.lanes.all[0].rows.tokens.len();
         // peers have the same rank of tensor parallelism
         let place = |rank: usize| rank % pcp * tp + rank / pcp;

@@ -11,6 +11,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::{Dtype, round_bf16};
 
+use super::lanes::Lane;
 use super::weights::{FeedForward, part};
 use super::worker::{Part, Worker, dot};
 use super::{Passage, Step};
@@ -230,7 +231,8 @@ impl Step<'_> {
         let plan = self.experts_plan(experts.shared.is_some() && around.is_none());
         let (router, mut inputs) = self.routed(layer, &logits, &plan)?;
         let (width, given) = around.map_or((hidden, normed), |latent| (latent.norm.len(), &lowered));
-        let given = self.interleaved(given, &plan);
+        let given: Vec<&[f32]> = given.iter().step_by(plan.tp).map(Vec::as_slice).collect();
+        let given = self.interleaved(&given, &plan);
         inputs.insert("hidden", Tensor::from_f32(Dtype::Bf16, &[given.len() / width, width], &given));
         inputs.insert("dp_tokens", Tensor::from_i32(&[1], &[(given.len() / width) as i32]));
         experts.experts.iter().for_each(|(name, tensor)| inputs.insert(name, tensor.clone()));
@@ -274,16 +276,14 @@ impl Step<'_> {
         }
     }
 
-    /// Rows of all ranks of prefill context parallelism as a layer of experts is given them: by turns, or those of one where every rank has them.
-    fn interleaved(&self, of_ranks: &[Vec<f32>], plan: &MoePlan) -> Vec<f32> {
-        if plan.exchange == MoeExchange::Redundant {
-            return of_ranks[0].clone();
-        }
+    /// What the ranks of prefill context parallelism have of each row, as a layer of experts is given it: by turns, or that of one where every
+    /// rank has all rows.
+    fn interleaved<T: Copy>(&self, of_lanes: &[&[T]], plan: &MoePlan) -> Vec<T> {
+        let lanes = if plan.exchange == MoeExchange::Redundant { &of_lanes[..1] } else { of_lanes };
         let rows = self.lanes.all[0].rows.tokens.len();
-        let width = of_ranks[0].len() / rows.max(1);
-        let own = |(row, rank): (usize, usize)| &of_ranks[rank * plan.tp][row * width..(row + 1) * width];
-        let places = (0..rows).flat_map(|row| (0..plan.pcp).map(move |rank| (row, rank)));
-        places.flat_map(own).copied().collect()
+        let width = lanes[0].len() / rows.max(1);
+        let of_row = |row: usize| lanes.iter().flat_map(move |own| &own[row * width..(row + 1) * width]);
+        (0..rows).flat_map(of_row).copied().collect()
     }
 
     /// Router of a layer, and what it is given: logits of the rows, with a bias, or with a table and the tokens.
@@ -302,18 +302,19 @@ impl Step<'_> {
             let of_row = |row: usize| &logits[(stack.routed_by)(row, rows) * count..][..count];
             (0..rows).flat_map(of_row).copied().collect()
         };
-        let routed_by: Vec<Vec<f32>> = logits.iter().map(routed_by).collect();
+        let routed_by: Vec<Vec<f32>> = logits.iter().step_by(plan.tp).map(routed_by).collect();
+        let routed_by: Vec<&[f32]> = routed_by.iter().map(Vec::as_slice).collect();
         let routed_by = self.interleaved(&routed_by, plan);
         let all = routed_by.len().checked_div(count).unwrap_or(0);
         let given = Tensors::new().with("logits", Tensor::from_f32(Dtype::F32, &[all, count], &routed_by));
         if (stack.mixtures.hashed)(layer - first, own.hashed) {
             let table = self.mixture_of((stack.mixtures.table)(layer, first))?.table.clone();
-            let lanes = if plan.exchange == MoeExchange::Redundant { 1 } else { plan.pcp };
-            let token = |row: usize, lane: usize| {
-                (stack.mixtures.token)(&self.lanes.all[lane].rows.tokens, row) as i64
+            let of_lane = |lane: &Lane| -> Vec<i64> {
+                (0..rows).map(|row| (stack.mixtures.token)(&lane.rows.tokens, row) as i64).collect()
             };
-            let ids: Vec<i64> =
-                (0..rows).flat_map(|row| (0..lanes).map(move |lane| token(row, lane))).collect();
+            let ids: Vec<Vec<i64>> = self.lanes.all.iter().map(of_lane).collect();
+            let ids: Vec<&[i64]> = ids.iter().map(Vec::as_slice).collect();
+            let ids = self.interleaved(&ids, plan);
             let given = given
                 .with("hash_table", table.ok_or_else(|| crash("has no table of token ids"))?)
                 .with("token_ids", Tensor::from_i64(&[all], &ids));
