@@ -149,6 +149,7 @@ class ReleasesTest(unittest.TestCase):
         for release, nan in (("0.24.0", True), ("0.25.1", True), ("0.27.1", False), ("0.29.0", False)):
             with self.subTest(release):
                 self.assertEqual(self.of(release)["both states empty"], {"nan": nan})
+                self.assertEqual(self.of(release)["one head of any stride"], {"alike": True})
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ SCENARIOS = {
 
 
 def merges(engine: Any) -> dict[str, Any]:
-    """Two states of which both are empty in row 0, and four partials of which one is empty with NaN in it."""
+    """Two states of which both are empty in row 0, two of one head, and four partials of which one is empty with NaN in it."""
     rng = np.random.default_rng(2)
     c = SCENARIOS["no rank empty"].configuration
     found: dict[str, Any] = {}
@@ -50,6 +50,20 @@ def merges(engine: Any) -> dict[str, Any]:
     }
     reply = engine.open(c).merge_states(**tensors)
     found["both states empty"] = {"nan": bool(np.isnan(Tensor.of(reply.outputs["out"]).numpy()[:, 0]).any())}
+    # a head of its own, whose stride says nothing of where the next row is
+    states = [rng.normal(size=(3, 1, 8)).astype(np.float32) for _ in range(2)]
+    apart = [np.lib.stride_tricks.as_strided(state.copy(), state.shape, (32, 96, 4)) for state in states]
+    dense, strided = (
+        engine.open(c).merge_states(
+            prefix_out=Tensor("f32", outs[0]),
+            suffix_out=Tensor("f32", outs[1]),
+            prefix_lse=Tensor("f32", np.zeros((3, 1), np.float32)),
+            suffix_lse=Tensor("f32", np.ones((3, 1), np.float32)),
+        )
+        for outs in (states, apart)
+    )
+    outs = [Tensor.of(reply.outputs["out"]).numpy() for reply in (dense, strided)]
+    found["one head of any stride"] = {"alike": bool(np.array_equal(*outs))}
     lse = rng.normal(size=(4, 2, 8)).astype(np.float32)
     lse[:, 0] = -np.inf
     out = rng.normal(size=(4, 2, 8, 8)).astype(np.float32)

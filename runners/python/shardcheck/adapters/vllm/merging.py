@@ -85,7 +85,9 @@ def merge_two(
         raise Unsupported(f"this release has no merge of two states in {variant}")
     outs, how = [prefix[0], suffix[0]], "as given"
     if not _kernel_takes(release, outs):
-        outs, how = [out.contiguous() for out in outs], "made contiguous"
+        # not `contiguous`, which leaves the stride of a single head as it is
+        outs = [torch.empty(out.shape, dtype=out.dtype, device=out.device).copy_(out) for out in outs]
+        how = "made contiguous"
     lses = [lse.t().contiguous() for lse in (prefix[1], suffix[1])]
     output = torch.empty(outs[0].shape, dtype=outs[0].dtype, device=outs[0].device)
     output_lse = torch.empty_like(lses[0])
@@ -95,9 +97,9 @@ def merge_two(
 
 
 def _kernel_takes(release: Release, outs: list[torch.Tensor]) -> bool:
-    """Whether outputs lie as the kernel reads them: dense, or with the head stride that it is told (padded
-    heads)."""
-    if all(out.is_contiguous() for out in outs):
+    """Whether outputs lie as the kernel reads them: dense, the stride of a single head included, which it steps by from row to
+    row; or with the head stride that it is told (padded heads)."""
+    if all(out.is_contiguous() and out.stride(1) == out.shape[2] for out in outs):
         return True
     names = getattr(release.merge_kernel, "arg_names", ())
     heads = outs[0].shape[1]
