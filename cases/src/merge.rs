@@ -136,6 +136,7 @@ fn state_tensors(family: Family, case: &MergeCase, heads: usize, outs: &[f64], l
 /// LSE and readability of every head of every state, by pattern.
 fn head_table(family: Family, case: &MergeCase, heads: usize, seed: u64) -> Vec<Head> {
     let (states, rows) = (case.world, case.rows);
+    let two = family == Family::MergeStates;
     let mut lse = Stream::MergeLse.counter(seed);
     let mut empty = Stream::MergeEmpty.counter(seed);
     let mut table = Vec::with_capacity(states * rows * heads);
@@ -143,15 +144,16 @@ fn head_table(family: Family, case: &MergeCase, heads: usize, seed: u64) -> Vec<
         for row in 0..rows {
             let empty = is_empty(case, state, row, &mut empty);
             for head in 0..heads {
-                let mut value = drawn_lse(case.pattern, &mut lse);
+                let mut value = drawn_lse(case.pattern, row + head, &mut lse);
                 let mut readable = true;
                 if empty {
                     (value, readable) = (f32::NEG_INFINITY, false);
                 } else if case.pattern == MergePattern::BrokenLse && state == row % states {
-                    let infinite = family == Family::MergeStates || row % 2 == 1;
-                    value = if infinite { f32::INFINITY } else { f32::NAN };
+                    // of two states either one has either value; over ranks rows take turns
+                    let nan = if two { (row / 2 + head) % 2 == 1 } else { row % 2 == 0 };
+                    value = if nan { f32::NAN } else { f32::INFINITY };
                     // two states that stay apart are merged without a mask in front of the product
-                    readable = family == Family::MergeStates || head % 2 == 0;
+                    readable = two || head % 2 == 0;
                 }
                 table.push(Head { lse: value, readable });
             }
@@ -173,13 +175,20 @@ fn is_empty(case: &MergeCase, state: usize, row: usize, counter: &mut Counter) -
     }
 }
 
-fn drawn_lse(pattern: MergePattern, counter: &mut Counter) -> f32 {
+/// An LSE; `turn` counts rows and heads.
+fn drawn_lse(pattern: MergePattern, turn: usize, counter: &mut Counter) -> f32 {
     match pattern {
-        MergePattern::LargeGaps => (80.0 * counter.unit_f64() - 40.0) as f32,
+        MergePattern::LargeGaps => (gap_factor(turn) * (80.0 * counter.unit_f64() - 40.0)) as f32,
         MergePattern::Tagged => 2.5,
         MergePattern::NanHalves => f32::from_bits(finite_bits_with_odd_halves(counter)),
         _ => (3.0 + counter.gaussian()) as f32,
     }
+}
+
+/// What the usual range of large gaps, in which every weight is still a number of 32 bits, is multiplied by: in turns by
+/// 5, so that exponentials overflow without a maximum in front of them and weights vanish with one.
+fn gap_factor(turn: usize) -> f64 {
+    if turn.is_multiple_of(2) { 1.0 } else { 5.0 }
 }
 
 /// 16-bit halves that are no numbers in bf16, and a few that are zero or nearly so.
@@ -216,7 +225,7 @@ fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
             let active = segment < active_segments(*row_len as usize, segments, tile);
             for head in 0..heads {
                 let state = [segment, row, head];
-                let (max, sum) = segment_statistics(case.pattern, &mut draws);
+                let (max, sum) = segment_statistics(case.pattern, row + head, &mut draws);
                 let acc = (0..dim).map(|d| match case.pattern {
                     MergePattern::Tagged => tag(segments, rows, state, d),
                     _ => round(Dtype::F32, sum * draws[2].gaussian()),
@@ -238,10 +247,12 @@ fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
 }
 
 /// Base-2 maximum, and a sum of 2^(s − max), which its largest term keeps at 1 or more.
-fn segment_statistics(pattern: MergePattern, draws: &mut [Counter; 3]) -> (f64, f64) {
+fn segment_statistics(pattern: MergePattern, turn: usize, draws: &mut [Counter; 3]) -> (f64, f64) {
     let (max, sum) = match pattern {
         MergePattern::Tagged => (2.0, 1.0),
-        MergePattern::LargeGaps => (120.0 * draws[0].unit_f64() - 60.0, 1.0 + 9.0 * draws[1].unit_f64()),
+        MergePattern::LargeGaps => {
+            (gap_factor(turn) * (120.0 * draws[0].unit_f64() - 60.0), 1.0 + 9.0 * draws[1].unit_f64())
+        }
         _ => (3.0 + draws[0].gaussian(), 1.0 + 9.0 * draws[1].unit_f64()),
     };
     (round(Dtype::F32, max), round(Dtype::F32, sum))
@@ -397,7 +408,7 @@ mod tests {
     }
 
     #[test]
-    fn broken_lses_stand_on_one_state_of_each_row_and_two_states_get_infinity_alone() {
+    fn broken_lses_stand_on_one_state_of_each_row_and_are_infinite_or_nan() {
         let broken = inputs("merge_partials/w3.t4.h1.d3.bf16.a2a.hi_lo/broken_lse/contiguous/3");
         for row in 0..4 {
             let lses: Vec<f64> = (0..3).map(|state| broken.lses[(state * 4 + row) * broken.heads]).collect();
@@ -406,16 +417,26 @@ mod tests {
         }
         assert!(broken.lses.iter().any(|lse| lse.is_nan()) && broken.lses.contains(&f64::INFINITY));
         let two = inputs("merge_states/w2.t4.h1.d3.bf16.a2a.hi_lo/broken_lse/contiguous/3");
-        assert!(!two.lses.iter().any(|lse| lse.is_nan()) && two.lses.contains(&f64::INFINITY));
-        assert!(two.outs.iter().all(|out| out.is_finite()));
+        let of = |row: usize| [two.lses[row], two.lses[4 + row]];
+        assert!(of(0)[0] == f64::INFINITY && of(1)[1] == f64::INFINITY, "{:?}", two.lses);
+        assert!(of(2)[0].is_nan() && of(3)[1].is_nan(), "{:?}", two.lses);
+        assert_eq!(two.lses.iter().filter(|lse| lse.is_finite()).count(), 4);
+        let heads = inputs("merge_states/w2.t1.h2.d3.bf16.a2a.hi_lo/broken_lse/contiguous/3");
+        assert!(heads.lses[0] == f64::INFINITY && heads.lses[1].is_nan(), "{:?}", heads.lses);
+        assert!(two.outs.iter().chain(&heads.outs).all(|out| out.is_finite()));
     }
 
     #[test]
-    fn large_gaps_are_wide_enough_for_a_weight_to_underflow() {
-        let inputs = inputs("merge_partials/w4.t8.h2.d3.f32.a2a.hi_lo/large_gaps/contiguous/3");
-        let (low, high) =
-            inputs.lses.iter().fold((f64::MAX, f64::MIN), |(a, b), lse| (a.min(*lse), b.max(*lse)));
+    fn large_gaps_leave_a_weight_in_one_head_and_none_in_the_next() {
+        let inputs = inputs("merge_partials/w4.t8.h1.d3.f32.a2a.hi_lo/large_gaps/contiguous/3");
+        let of = |turn: usize| {
+            let lses = inputs.lses.iter().enumerate();
+            let lses = lses.filter(|(at, _)| (at % inputs.heads + at / inputs.heads % 8) % 2 == turn);
+            lses.fold((f64::MAX, f64::MIN), |(a, b), (_, lse)| (a.min(*lse), b.max(*lse)))
+        };
+        let ((low, high), (least, most)) = (of(0), of(1));
         assert!(high - low > 60.0 && high - low <= 80.0, "{low} … {high}");
+        assert!(most - least > 300.0 && most - least <= 400.0 && most > 88.8, "{least} … {most}");
     }
 
     #[test]

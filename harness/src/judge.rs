@@ -18,6 +18,15 @@ pub enum Allowed {
         /// Largest value that a conforming engine can give.
         high: f64,
     },
+    /// NaN, or between `low` and `high`: what follows an LSE of NaN, which may spoil a number but not hide.
+    OrNan {
+        /// The oracle's value where the NaN counts as nothing.
+        expected: f64,
+        /// Smallest number that a conforming engine can give.
+        low: f64,
+        /// Largest number that a conforming engine can give.
+        high: f64,
+    },
     /// Not judged: the contract leaves it undefined.
     Undefined,
 }
@@ -39,7 +48,21 @@ impl Allowed {
             Self::Between { expected, low, high } => {
                 Self::Between { expected: expected * factor, low: low * factor, high: high * factor }
             }
+            Self::OrNan { expected, low, high } => {
+                Self::OrNan { expected: expected * factor, low: low * factor, high: high * factor }
+            }
             Self::NegativeInfinity | Self::Undefined => self,
+        }
+    }
+
+    /// The same, or NaN.
+    #[must_use]
+    pub fn or_nan(self) -> Self {
+        match self {
+            Self::Exactly(value) => Self::OrNan { expected: value, low: value, high: value },
+            Self::NegativeInfinity => Self::Exactly(f64::NEG_INFINITY).or_nan(),
+            Self::Between { expected, low, high } => Self::OrNan { expected, low, high },
+            Self::OrNan { .. } | Self::Undefined => self,
         }
     }
 
@@ -60,6 +83,7 @@ impl Allowed {
             Self::Exactly(value) => seen == value,
             Self::NegativeInfinity => seen == f64::NEG_INFINITY,
             Self::Between { low, high, .. } => low <= seen && seen <= high,
+            Self::OrNan { low, high, .. } => seen.is_nan() || low <= seen && seen <= high,
             Self::Undefined => true,
         }
     }
@@ -67,7 +91,8 @@ impl Allowed {
     /// |seen − expected| over the deviation allowed on that side; infinite where nothing is allowed or NaN was seen.
     pub fn ratio(self, seen: f64) -> f64 {
         match self {
-            Self::Between { expected, low, high } => {
+            Self::OrNan { .. } if seen.is_nan() || seen == self.expected() => 0.0,
+            Self::Between { expected, low, high } | Self::OrNan { expected, low, high } => {
                 let deviation = seen - expected;
                 let room = if deviation < 0.0 { expected - low } else { high - expected };
                 if deviation == 0.0 {
@@ -88,7 +113,7 @@ impl Allowed {
         match self {
             Self::Exactly(value) => value,
             Self::NegativeInfinity => f64::NEG_INFINITY,
-            Self::Between { expected, .. } => expected,
+            Self::Between { expected, .. } | Self::OrNan { expected, .. } => expected,
             Self::Undefined => f64::NAN,
         }
     }
@@ -97,6 +122,7 @@ impl Allowed {
         match self {
             Self::Exactly(_) | Self::NegativeInfinity => "exactly that".to_owned(),
             Self::Between { low, high, .. } => format!("between {low:e} and {high:e}"),
+            Self::OrNan { low, high, .. } => format!("NaN, or between {low:e} and {high:e}"),
             Self::Undefined => "anything".to_owned(),
         }
     }
@@ -152,11 +178,12 @@ impl Comparison {
         }
         self.compared += 1;
         let ratio = allowed.ratio(seen);
-        if !matches!(allowed, Allowed::Between { .. }) {
+        if !matches!(allowed, Allowed::Between { .. } | Allowed::OrNan { .. }) {
             self.exact += 1;
         }
         let difference = (seen - allowed.expected()).abs();
-        if seen != allowed.expected() {
+        let spoiled = matches!(allowed, Allowed::OrNan { .. }) && seen.is_nan();
+        if seen != allowed.expected() && !spoiled {
             self.fixed.largest =
                 if difference.is_nan() { f64::INFINITY } else { self.fixed.largest.max(difference) };
             let limit = self.fixed.tolerance * (1.0 + allowed.expected().abs());

@@ -147,13 +147,13 @@ impl MergeMaterial {
             .map(|flat| match self.role(kept.lse[flat / dim]) {
                 Role::Counts => Allowed::Exactly(kept.out[flat]),
                 Role::Empty => Allowed::Exactly(0.0),
-                Role::Undefined => Allowed::Undefined,
+                Role::EmptyOrNan => Allowed::Exactly(0.0).or_nan(),
             })
             .collect::<Vec<_>>();
         let lse = kept.lse.iter().map(|lse| match self.role(*lse) {
             Role::Counts => Allowed::Exactly(*lse),
             Role::Empty => Allowed::NegativeInfinity,
-            Role::Undefined => Allowed::Undefined,
+            Role::EmptyOrNan => Allowed::NegativeInfinity.or_nan(),
         });
         let lse = lse.collect::<Vec<_>>();
         (self.tensors(&states), self.by_rank(&out, &lse))
@@ -298,8 +298,8 @@ impl MergeMaterial {
 
     fn role(&self, lse: f64) -> Role {
         if lse.is_nan() && self.family == Family::MergeStates {
-            // the published two-state merges turn +inf into −inf and say nothing of NaN
-            Role::Undefined
+            // the published two-state merges turn +inf into −inf and let NaN through, or take it for −inf as well
+            Role::EmptyOrNan
         } else if lse.is_finite() {
             Role::Counts
         } else {
@@ -309,38 +309,32 @@ impl MergeMaterial {
 
     fn expected_of(&self, states: &[State]) -> Result<ExpectedState, String> {
         let (rows, heads, v_dim) = (self.case.rows, self.heads(), self.case.dim);
-        let mut undefined = vec![false; rows * heads];
+        let mut spoiled = vec![false; rows * heads];
         let (mut out, mut lse) = (Vec::new(), Vec::new());
         for state in states {
             out.extend_from_slice(&state.out);
             for (at, value) in state.lse.iter().enumerate() {
-                undefined[at] |= self.role(*value) == Role::Undefined;
+                spoiled[at] |= self.role(*value) == Role::EmptyOrNan;
                 lse.push(if value.is_finite() { *value } else { f64::NEG_INFINITY });
             }
         }
         let given = GivenStates { rows, heads, v_dim, out: &out, lse: &lse };
         let certified = certify_merge(&given, &self.contract, false).map_err(|error| error.to_string())?;
         let u = f64::from(f32::EPSILON) / 2.0;
+        let open = |at: usize, allowed: Allowed| if spoiled[at] { allowed.or_nan() } else { allowed };
         let out = (0..certified.out.len())
-            .map(|flat| {
-                let (at, exact) = (flat / v_dim, certified.out[flat]);
-                if undefined[at] {
-                    Allowed::Undefined
-                } else if certified.lse[at] == f64::NEG_INFINITY {
-                    Allowed::Exactly(0.0)
-                } else {
-                    allowed_out(exact, certified.pre[flat], self.contract.output)
-                }
+            .map(|flat| match certified.lse[flat / v_dim] {
+                f64::NEG_INFINITY => open(flat / v_dim, Allowed::Exactly(0.0)),
+                _ => open(
+                    flat / v_dim,
+                    allowed_out(certified.out[flat], certified.pre[flat], self.contract.output),
+                ),
             })
             .collect::<Vec<_>>();
         let lse = (0..certified.lse.len())
             .map(|at| {
                 let exact = certified.lse[at];
-                if undefined[at] {
-                    Allowed::Undefined
-                } else {
-                    Allowed::near(exact, certified.lse_bound[at] + u * exact.abs())
-                }
+                open(at, Allowed::near(exact, certified.lse_bound[at] + u * exact.abs()))
             })
             .collect::<Vec<_>>();
         Ok(self.by_rank(&out, &lse))
@@ -436,9 +430,12 @@ impl MergeMaterial {
 /// What a given LSE says of its state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Role {
+    /// It holds something.
     Counts,
+    /// It holds nothing.
     Empty,
-    Undefined,
+    /// It holds nothing, or spoils what it is merged with.
+    EmptyOrNan,
 }
 
 fn operation(family: Family) -> Operation {

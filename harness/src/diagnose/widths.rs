@@ -93,7 +93,7 @@ fn with_floor(own: Option<&Vec<f64>>, values: &[f64], floor: impl Fn(f64) -> f64
 
 fn width(allowed: Allowed) -> f64 {
     match allowed {
-        Allowed::Between { low, high, .. } => high - low,
+        Allowed::Between { low, high, .. } | Allowed::OrNan { low, high, .. } => high - low,
         Allowed::Undefined => f64::INFINITY,
         Allowed::Exactly(_) | Allowed::NegativeInfinity => 0.0,
     }

@@ -33,10 +33,15 @@ impl Wanted {
             add("low", &|allowed| interval(allowed).0),
             add("high", &|allowed| interval(allowed).1),
         );
-        json!({
+        let mut value = json!({
             "dtype": self.dtype, "shape": self.shape, "required": self.required,
             "expected": expected, "low": low, "high": high,
-        })
+        });
+        let or_nan = |allowed| matches!(allowed, Allowed::OrNan { .. });
+        if self.allowed.iter().copied().any(or_nan) {
+            value["or_nan"] = add("or_nan", &|allowed| f64::from(u8::from(or_nan(allowed))));
+        }
+        value
     }
 }
 
@@ -45,7 +50,7 @@ fn interval(allowed: Allowed) -> (f64, f64) {
     match allowed {
         Allowed::Exactly(value) => (value, value),
         Allowed::NegativeInfinity => (f64::NEG_INFINITY, f64::NEG_INFINITY),
-        Allowed::Between { low, high, .. } => (low, high),
+        Allowed::Between { low, high, .. } | Allowed::OrNan { low, high, .. } => (low, high),
         Allowed::Undefined => (f64::NAN, f64::NAN),
     }
 }

@@ -192,7 +192,7 @@ def place(name: str, flat: int) -> str:
 
 
 def line(name: str, flat: int) -> str:
-    """What is expected and allowed of an element; a low of NaN means that anything is."""
+    """What is expected and allowed of an element; a low of NaN means that anything is, `or_nan` that NaN is too."""
     allowed = {key: array(WANTED[name][key]).reshape(-1)[flat] for key in ("expected", "low", "high")}
     expected, low, high = allowed["expected"], allowed["low"], allowed["high"]
     return f"{place(name, flat)}: expected {expected!s}, allowed {low!s} .. {high!s}"
@@ -220,6 +220,8 @@ def verdict(outputs: dict, whose: str) -> int:
             continue
         low, high, expected = array(wanted["low"]), array(wanted["high"]), array(wanted["expected"])
         inside = (low <= seen) & (seen <= high) | np.isnan(low)
+        if "or_nan" in wanted:
+            inside |= np.isnan(seen) & (array(wanted["or_nan"]) > 0)
         finite = np.where(np.isfinite(expected), expected, 0.0)
         off = np.abs(np.where(np.isfinite(seen), seen, np.inf) - finite)
         bad = np.flatnonzero(~inside)

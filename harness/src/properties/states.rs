@@ -55,6 +55,16 @@ pub(super) const PROPERTIES: &[Property] = &[
         check: all_empty,
     },
     Property {
+        id: "states.nan-lse",
+        statement: "a state whose LSE is NaN counts as empty or spoils what it is merged with: of its rows, each output and the merged LSE are what the other state alone gives, or NaN",
+        source: "FlashInfer `merge_state` and vLLM `merge_attn_states` let NaN through; ATOM `cp_lse_ag_out_rs` takes it for −inf",
+        bugs: &[],
+        tolerance: BOUND,
+        families: STATES,
+        applies: |case| pattern(case) == Some(MergePattern::BrokenLse),
+        check: nan_lse,
+    },
+    Property {
         id: "states.commute",
         statement: "prefix and suffix may change places",
         source: "addition commutes",
@@ -144,6 +154,19 @@ fn all_empty(laboratory: &Laboratory) -> Result<Finding, Halt> {
         .map(|state| if empty(state) { Allowed::NegativeInfinity } else { Allowed::Undefined })
         .collect();
     judge(material, laboratory.observed()?, &out, &lse, "two empty states do not merge to an empty state")
+}
+
+fn nan_lse(laboratory: &Laboratory) -> Result<Finding, Halt> {
+    let material = laboratory.merging();
+    let expected = material.expected()?;
+    let of_nan = |allowed: &Allowed| match allowed {
+        Allowed::OrNan { .. } => *allowed,
+        _ => Allowed::Undefined,
+    };
+    let out: Vec<_> = expected.out.iter().map(of_nan).collect();
+    let lse: Vec<_> = expected.lse.iter().map(of_nan).collect();
+    let headline = "an LSE of NaN came out as a number that is not the other state's";
+    judge(material, laboratory.observed()?, &out, &lse, headline)
 }
 
 fn commute(laboratory: &Laboratory) -> Result<Finding, Halt> {

@@ -184,6 +184,19 @@ pub(super) const FAULTS: &[Fault] = &[
         },
     },
     Fault {
+        name: "nan-lse-of-a-state-taken-for-zero",
+        title: "a state with an LSE of NaN enters the merge with an LSE of 0, as a clean-up of tensors makes of it",
+        class: FaultClass::EmptyShard,
+        bugs: &[],
+        killed_by: &["states.nan-lse", "states.output", "states.lse"],
+        apply: |p| {
+            p.context.merge_suffix = |prefix, suffix| {
+                let number = |lse: f32| if lse.is_nan() { 0.0 } else { lse };
+                merge_two(number(prefix), number(suffix))
+            }
+        },
+    },
+    Fault {
         name: "state-lse-of-the-prefix",
         title: "the merged state keeps the LSE of its prefix",
         class: FaultClass::LseMath,
@@ -292,6 +305,14 @@ mod tests {
         let merge = with("infinite-lse-of-a-state-kept").context.merge_suffix;
         assert_eq!(merge(infinite, 1.0), StateWeights { prefix: 1.0, suffix: 0.0, lse: infinite });
         assert_eq!(merge(1.0, infinite), StateWeights { prefix: 0.0, suffix: 1.0, lse: infinite });
+        assert_eq!(merge(1.0, 3.0), merge_two(1.0, 3.0));
+    }
+
+    #[test]
+    fn a_state_of_nan_lse_weighs_as_one_of_lse_zero() {
+        let merge = with("nan-lse-of-a-state-taken-for-zero").context.merge_suffix;
+        assert_eq!(merge(f32::NAN, 1.0), merge_two(0.0, 1.0));
+        assert_eq!(merge(1.0, f32::NAN), merge_two(1.0, 0.0));
         assert_eq!(merge(1.0, 3.0), merge_two(1.0, 3.0));
     }
 
