@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use shardcheck_cases::{Case, Inputs, Probe, cache_code, cache_value};
-use shardcheck_engine::{Conventions, EmptyPartial, LseBase, ScaleRounding};
+use shardcheck_engine::{Conventions, EmptyPartial, LseBase, NewTokens, ScaleRounding};
 use shardcheck_formats::{Dtype, Overflow, round_bf16};
 
 fn conventions() -> Conventions {
@@ -13,6 +13,7 @@ fn conventions() -> Conventions {
         lane_orders: Vec::new(),
         scale_rounding: ScaleRounding::Divide,
         overflow: Overflow::NonFinite,
+        new_tokens: NewTokens::OnRanks,
     }
 }
 

@@ -1,7 +1,7 @@
 //! Every probe does what it says, on the values that the engine really holds.
 
 use shardcheck_cases::{Case, Family, Inputs};
-use shardcheck_engine::{Conventions, EmptyPartial, LseBase, ScaleRounding};
+use shardcheck_engine::{Conventions, EmptyPartial, LseBase, NewTokens, ScaleRounding};
 use shardcheck_formats::Overflow;
 
 fn conventions() -> Conventions {
@@ -11,6 +11,7 @@ fn conventions() -> Conventions {
         lane_orders: Vec::new(),
         scale_rounding: ScaleRounding::Divide,
         overflow: Overflow::NonFinite,
+        new_tokens: NewTokens::OnRanks,
     }
 }
 

@@ -186,7 +186,7 @@ impl Scene {
         };
         let out = reply.outputs.get("out").expect("an output").to_f64();
         let lse = reply.outputs.get("lse").expect("an LSE").to_f64();
-        let sight = Sight { request: 0, row: 0, visible: self.tokens };
+        let sight = Sight::of(0, 0, self.tokens);
         let decoder = Decoder {
             code: &self.code,
             rounding: Rounding::of(&self.contract),

@@ -75,7 +75,7 @@ fn wrong_rows(bench: &Bench, reading: &Reading) -> Vec<Wrong> {
     let mut rows = Vec::new();
     for (row, sight) in bench.sights.iter().enumerate() {
         let Some(sight) = *sight else { continue };
-        let right = Tally::prefix(&bench.code, sight.request, sight.visible);
+        let right = Tally::seen(&bench.code, sight);
         // heads see the same tokens: outputs that are alike are read once
         let mut known: Vec<(usize, Option<Attribution>)> = Vec::new();
         for state in (0..reading.states()).filter(|state| reading.row_of(*state) == row) {

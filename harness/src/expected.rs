@@ -4,10 +4,12 @@ use shardcheck_cases::Family;
 use shardcheck_formats::Contract;
 use shardcheck_references::attention::plain::{Problem, Values};
 use shardcheck_references::bound::{
-    Certified, ProjectionOrder, UpProjection, certify, certify_chain, certify_projected, interval,
+    Certified, ProjectionOrder, UpProjection, certify, certify_chain, certify_projected, certify_split,
+    interval,
 };
 use shardcheck_references::chunk::ChunkPlan;
 use shardcheck_references::layout::Layout;
+use shardcheck_references::split::Split;
 use shardcheck_references::visibility::Visible;
 
 use crate::judge::Allowed;
@@ -62,7 +64,7 @@ impl Expected {
     /// Smallest and largest value that output `index` may have.
     pub fn out_interval(&self, index: usize) -> (f64, f64) {
         match self.out[index] {
-            Allowed::Between { low, high, .. } => (low, high),
+            Allowed::Between { low, high, .. } | Allowed::OrNan { low, high, .. } => (low, high),
             Allowed::Exactly(value) => (value, value),
             Allowed::NegativeInfinity => (f64::NEG_INFINITY, f64::NEG_INFINITY),
             Allowed::Undefined => (f64::NEG_INFINITY, f64::INFINITY),
@@ -110,14 +112,14 @@ pub fn attention(material: &AttentionMaterial, contract: &Contract) -> Result<Ex
                     ProjectionOrder::AfterMerge
                 };
                 let projection = UpProjection { weights, v_dim };
-                let both =
-                    certify_projected(&problem, &material.layout, &visible, contract, &projection, order)
-                        .map_err(|error| error.to_string())?;
+                let split = split(material, request);
+                let both = certify_projected(&problem, split, &visible, contract, &projection, order)
+                    .map_err(|error| error.to_string())?;
                 expected.take_output(place, &both.projected, contract);
                 expected.take_partials(place, &both.latent, false);
                 expected.take_partials(place, &both.projected, true);
             } else {
-                let certified = certify(&problem, &material.layout, &visible, contract)
+                let certified = certify_split(&problem, split(material, request), &visible, contract)
                     .map_err(|error| error.to_string())?;
                 expected.take_output(place, &certified, contract);
                 expected.take_partials(place, &certified, false);
@@ -161,6 +163,15 @@ pub fn context_state(material: &AttentionMaterial, contract: &Contract) -> Resul
         }
     }
     Ok(expected)
+}
+
+/// Partial results that a step merges for a request.
+fn split(material: &AttentionMaterial, request: usize) -> Split<'_> {
+    let layout = &material.layout;
+    match material.beside_from(request) {
+        Some(from) => Split::RanksBeside { layout, from },
+        None => Split::Ranks(layout),
+    }
 }
 
 /// Tokens of each chunk of a request's context, and of the new rows as the last part where they are merged.

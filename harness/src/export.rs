@@ -12,8 +12,8 @@ use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
-    Configuration, Conventions, EffectivePath, EmptyPartial, LaneOrder, LseBase, Operation, OperationKind,
-    OperationProfile, Profile, ScaleRounding,
+    Configuration, Conventions, EffectivePath, EmptyPartial, LaneOrder, LseBase, NewTokens, Operation,
+    OperationKind, OperationProfile, Profile, ScaleRounding,
 };
 use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
 
@@ -233,6 +233,7 @@ fn default_operation(kind: OperationKind) -> OperationProfile {
         lane_orders: LaneOrder::ALL.to_vec(),
         scale_rounding: ScaleRounding::Divide,
         overflow: Overflow::Saturate,
+        new_tokens: NewTokens::OnRanks,
     };
     let absent = match kind {
         OperationKind::Layout => vec!["sub_page_table".to_owned()],

@@ -301,6 +301,13 @@ impl AttentionMaterial {
         self.inputs.stale_keys[request].len() / (attention.kv_heads() * attention.qk_dim())
     }
 
+    /// Where the engine attends to new tokens beside the ranks' shares: position of a request's first.
+    pub fn beside_from(&self, request: usize) -> Option<usize> {
+        let beside = self.family == Family::Verify && !self.conventions.new_tokens.are_on_ranks();
+        let request = self.case.workload.requests[request];
+        beside.then(|| request.seq_len() - request.query_tokens)
+    }
+
     /// Tokens of a request that lie in the cache before the step.
     fn stored_tokens(&self, request: Request) -> usize {
         if self.family.brings_new_keys() { request.context_tokens } else { request.seq_len() }

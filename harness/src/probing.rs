@@ -101,7 +101,8 @@ impl<'a> Bench<'a> {
         };
         let sight = |row: usize| {
             let (request, index) = material.rows[row]?;
-            Some(Sight { request, row: index, visible: material.visible_tokens(row) })
+            let visible = material.visible_tokens(row);
+            Some(Sight { request, row: index, visible, beside_from: material.beside_from(request) })
         };
         let sights: Vec<Option<Sight>> = (0..material.rows.len()).map(sight).collect();
         let attention = configuration.attention;

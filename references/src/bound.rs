@@ -27,7 +27,7 @@ pub(crate) mod output;
 mod projection;
 pub(crate) mod weights;
 
-pub use certified::{Certified, CertifiedPart, certify, certify_moments, interval, ratio};
+pub use certified::{Certified, CertifiedPart, certify, certify_moments, certify_split, interval, ratio};
 pub use chain::certify_chain;
 pub use merged::{MergeInputs, certify_merge};
 pub use output::{PartBound, StateBound, Terms, bound_state};

@@ -8,6 +8,13 @@ use crate::visibility::Visible;
 pub enum Split<'a> {
     /// One part per rank of an interleaved cache.
     Ranks(&'a Layout),
+    /// The same for positions before `from`; from there on one more part, whoever's cache they lie in.
+    RanksBeside {
+        /// Of the positions before `from`.
+        layout: &'a Layout,
+        /// First position of the part of its own.
+        from: usize,
+    },
     /// One part per chunk of consecutive tokens; the lengths in tokens. Positions beyond the last chunk belong to
     /// it.
     Chunks(&'a [usize]),
@@ -18,6 +25,7 @@ impl Split<'_> {
     pub fn parts(&self) -> usize {
         match self {
             Self::Ranks(layout) => layout.world(),
+            Self::RanksBeside { layout, .. } => layout.world() + 1,
             Self::Chunks(lengths) => lengths.len(),
         }
     }
@@ -28,7 +36,8 @@ impl Split<'_> {
     /// There are no parts.
     pub fn part_of(&self, pos: usize) -> usize {
         match self {
-            Self::Ranks(layout) => layout.owner(pos),
+            Self::RanksBeside { layout, from } if pos >= *from => layout.world(),
+            Self::Ranks(layout) | Self::RanksBeside { layout, .. } => layout.owner(pos),
             Self::Chunks(lengths) => {
                 let mut end = 0;
                 for (part, length) in lengths.iter().enumerate() {
@@ -68,5 +77,7 @@ mod tests {
         let layout = Layout::new(2, 2, 2).unwrap();
         let split = Split::Ranks(&layout);
         assert_eq!(split.positions(&Visible::Range { start: 1, end: 6 }), [vec![1, 4, 5], vec![2, 3]]);
+        let beside = Split::RanksBeside { layout: &layout, from: 3 };
+        assert_eq!(beside.positions(&Visible::Prefix(6)), [vec![0, 1], vec![2], vec![3, 4, 5]]);
     }
 }

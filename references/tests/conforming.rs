@@ -363,7 +363,9 @@ fn a_conforming_up_projection_is_never_outside_in_either_order() {
         let projection = UpProjection { weights: &weights, v_dim };
         let returned = attend(&problem, &layout, &visible, &contract, habits, &mut random);
         for (which, order) in ProjectionOrder::ALL.into_iter().enumerate() {
-            let both = certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap();
+            let both =
+                certify_projected(&problem, Split::Ranks(&layout), &visible, &contract, &projection, order)
+                    .unwrap();
             let seen = match order {
                 ProjectionOrder::AfterMerge => {
                     project(&returned.out, &weights, latent, v_dim, habits.truncate)

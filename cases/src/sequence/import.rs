@@ -145,6 +145,7 @@ mod tests {
             lane_orders: Vec::new(),
             scale_rounding: shardcheck_engine::ScaleRounding::Reciprocal,
             overflow: shardcheck_formats::Overflow::Saturate,
+            new_tokens: shardcheck_engine::NewTokens::OnRanks,
         }
     }
 

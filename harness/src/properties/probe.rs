@@ -401,9 +401,14 @@ fn weighed_row(
     only_equal: bool,
 ) -> Option<Vec<Allowed>> {
     let layout = bench.code.layout();
-    let counts: Vec<i64> = (0..layout.world())
-        .map(|rank| layout.local_len(sight.visible, rank).min(shares[rank]) as i64)
-        .collect();
+    let taking_part = |visible: usize| -> Vec<i64> {
+        (0..layout.world()).map(|rank| layout.local_len(visible, rank).min(shares[rank]) as i64).collect()
+    };
+    let counts = taking_part(sight.visible);
+    if sight.beside_from.is_some_and(|from| taking_part(from.min(sight.visible)) != counts) {
+        // tokens of several ranks in one part are weighed as none of them
+        return None;
+    }
     let mut held = counts.iter().filter(|count| **count > 0);
     let first = held.next()?;
     let (several, equal) = (held.clone().count() > 0, held.all(|count| count == first));

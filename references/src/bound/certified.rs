@@ -104,8 +104,24 @@ pub fn certify<T: Element>(
     visible: &[Visible],
     contract: &Contract,
 ) -> Result<Certified, Underivable> {
+    certify_split(problem, Split::Ranks(layout), visible, contract)
+}
+
+/// The same of a problem whose parts are those of `split`.
+///
+/// # Errors
+/// [`Underivable`]: then the case is inconclusive.
+///
+/// # Panics
+/// The shapes do not fit.
+pub fn certify_split<T: Element>(
+    problem: &Problem<T>,
+    split: Split,
+    visible: &[Visible],
+    contract: &Contract,
+) -> Result<Certified, Underivable> {
     let passes = Passes::needed_by(contract);
-    certify_moments(&Moments::collect(problem, Split::Ranks(layout), visible, passes)?, contract, false)
+    certify_moments(&Moments::collect(problem, split, visible, passes)?, contract, false)
 }
 
 /// The bound from moments that were taken before, with the terms if `keep_terms`.

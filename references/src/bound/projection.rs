@@ -9,7 +9,6 @@ use super::output::{StateBound, Terms, bound_state};
 use super::{Certified, CertifiedPart, certify_moments, gamma};
 use crate::attention::plain::{Element, Problem, Values};
 use crate::attention::streaming;
-use crate::layout::Layout;
 use crate::moments::{Moments, Passes, State, Underivable};
 use crate::split::Split;
 use crate::visibility::Visible;
@@ -99,7 +98,7 @@ pub struct CertifiedProjection {
 /// The shapes do not fit.
 pub fn certify_projected<T: Element>(
     problem: &Problem<T>,
-    layout: &Layout,
+    split: Split,
     visible: &[Visible],
     contract: &Contract,
     projection: &UpProjection,
@@ -112,12 +111,12 @@ pub fn certify_projected<T: Element>(
         "weights are not [heads, latent, v_dim]"
     );
     let passes = Passes::needed_by(contract);
-    let moments = Moments::collect(problem, Split::Ranks(layout), visible, passes)?;
+    let moments = Moments::collect(problem, split, visible, passes)?;
     let latent = certify_moments(&moments, contract, false)?;
     let by_head = (0..problem.heads)
         .into_par_iter()
         .map(|head| {
-            let values = project_head(problem, layout, visible, projection, head, passes)?;
+            let values = project_head(problem, split, visible, projection, head, passes)?;
             let weights = &projection.weights[head * latent_dim * v_dim..(head + 1) * latent_dim * v_dim];
             let absolute: Vec<f64> = weights.iter().map(|w| f64::from(w.abs())).collect();
             let one = |row: usize| {
@@ -134,7 +133,7 @@ pub fn certify_projected<T: Element>(
         rows: moments.rows,
         heads: moments.heads,
         v_dim,
-        world: layout.world(),
+        world: split.parts(),
         out: Vec::new(),
         lse: latent.lse.clone(),
         pre: Vec::new(),
@@ -187,7 +186,7 @@ impl Certified {
 /// Moments of one head over the projected values; every row is a state.
 fn project_head<T: Element>(
     problem: &Problem<T>,
-    layout: &Layout,
+    split: Split,
     visible: &[Visible],
     projection: &UpProjection,
     head: usize,
@@ -221,7 +220,7 @@ fn project_head<T: Element>(
         sink: sink.as_ref().map(|sink| sink.as_slice()),
         softcap: problem.softcap,
     };
-    Moments::collect(&head_problem, Split::Ranks(layout), visible, passes)
+    Moments::collect(&head_problem, split, visible, passes)
 }
 
 /// One state before and after the projection.
@@ -340,6 +339,7 @@ fn add(a: &[f64], b: &[f64]) -> Vec<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::layout::Layout;
     use shardcheck_formats::codec::half_ulp;
     use shardcheck_formats::contract::Merge;
     use shardcheck_formats::dtype::Dtype;
@@ -358,7 +358,9 @@ mod tests {
         let projection = UpProjection { weights: &weights, v_dim };
         for order in ProjectionOrder::ALL {
             let visible = [Visible::Prefix(tokens)];
-            let both = certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap();
+            let both =
+                certify_projected(&problem, Split::Ranks(&layout), &visible, &contract, &projection, order)
+                    .unwrap();
             for head in 0..heads {
                 for v in 0..v_dim {
                     let exact: f64 = (0..latent)
@@ -458,7 +460,8 @@ mod tests {
             let layout = Layout::new(world, 1, 1).unwrap();
             let projection = UpProjection { weights: &weights, v_dim };
             let certified = |order| {
-                certify_projected(&problem, &layout, &visible, &contract, &projection, order).unwrap()
+                certify_projected(&problem, Split::Ranks(&layout), &visible, &contract, &projection, order)
+                    .unwrap()
             };
             let (after, before) =
                 (certified(ProjectionOrder::AfterMerge), certified(ProjectionOrder::BeforeMerge));

@@ -1,9 +1,11 @@
 //! What is wrong with the set of tokens that a row attended to, in one sentence.
 
 use std::fmt::{self, Write as _};
+use std::ops::Range;
 use std::str::FromStr;
 
 use super::code::{Code, Token};
+use crate::layout::Layout;
 
 /// A page: `B` local tokens of a request, on one rank or, as one entry of a block table, on all of them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -207,6 +209,39 @@ pub struct Sight {
     pub row: usize,
     /// Tokens that the row has to see: the first ones of its request.
     pub visible: usize,
+    /// Where tokens from a position on are a part of their own beside those of the ranks: the position.
+    pub beside_from: Option<usize>,
+}
+
+/// Consecutive tokens of a rank's cache that one partial result counts.
+pub(super) struct Piece {
+    pub rank: usize,
+    /// Local indices.
+    pub span: Range<usize>,
+    /// Number of the partial result: the rank's, or the number of ranks for one of its own.
+    pub part: usize,
+}
+
+impl Sight {
+    /// Of the first `visible` tokens of a request, each of which its rank counts.
+    pub fn of(request: usize, row: usize, visible: usize) -> Self {
+        Self { request, row, visible, beside_from: None }
+    }
+
+    /// Partial results over a layout.
+    pub(super) fn parts(self, layout: &Layout) -> usize {
+        layout.world() + usize::from(self.beside_from.is_some())
+    }
+
+    /// What each of them counts.
+    pub(super) fn pieces(self, layout: &Layout) -> Vec<Piece> {
+        let (world, from) = (layout.world(), self.beside_from.unwrap_or(self.visible).min(self.visible));
+        let piece = |rank: usize| {
+            let (held, seen) = (layout.local_len(from, rank), layout.local_len(self.visible, rank));
+            [Piece { rank, span: 0..held, part: rank }, Piece { rank, span: held..seen, part: world }]
+        };
+        (0..world).flat_map(piece).filter(|piece| !piece.span.is_empty()).collect()
+    }
 }
 
 /// Most tokens that a sentence names.
@@ -425,7 +460,7 @@ mod tests {
     use crate::layout::Layout;
     use crate::probe::code::Space;
 
-    const SIGHT: Sight = Sight { request: 5, row: 2, visible: 5000 };
+    const SIGHT: Sight = Sight { request: 5, row: 2, visible: 5000, beside_from: None };
 
     fn code() -> Code {
         let layout = Layout::new(8, 1, 16).unwrap();

@@ -43,7 +43,7 @@ pub(super) struct Candidate<'c> {
 impl<'a> Decoder<'a> {
     /// What a row has to give.
     pub fn expectation(&self, sight: Sight) -> Expectation {
-        let tally = Tally::prefix(self.code, sight.request, sight.visible);
+        let tally = Tally::seen(self.code, sight);
         Expectation::of(&tally, self.code.dims(), &self.rounding)
     }
 
@@ -53,7 +53,7 @@ impl<'a> Decoder<'a> {
     /// `seen` does not have the dimensions of the code.
     pub fn decode(&self, sight: Sight, seen: &Seen) -> Option<Attribution> {
         assert_eq!(seen.out.len(), self.code.dims(), "an output has the dimensions of the code");
-        let right = Tally::prefix(self.code, sight.request, sight.visible);
+        let right = Tally::seen(self.code, sight);
         self.decode_against(sight, &right, seen)
     }
 
@@ -66,6 +66,8 @@ impl<'a> Decoder<'a> {
         if !finite || seen.lse.is_some_and(f64::is_nan) {
             return Some(Attribution::NotFinite);
         }
+        // what is lost is looked for on the ranks that own it
+        let right = &Tally::prefix(self.code, sight.request, sight.visible);
         let counts = self.counts(right.tokens(), seen);
         let found = None
             .or_else(|| self.as_one_token(sight, right, &counts, seen))

@@ -162,6 +162,7 @@ impl Expectation {
 mod tests {
     use super::*;
     use crate::layout::Layout;
+    use crate::probe::attribution::Sight;
     use crate::probe::code::{Code, Space};
     use shardcheck_formats::contract::Merge;
 
@@ -172,6 +173,49 @@ mod tests {
         let tally = Tally::prefix(&code, 0, tokens);
         let expectation = Expectation::of(&tally, code.dims(), &Rounding::of(&contract));
         expectation.tolerance(code.spelling())
+    }
+
+    /// What merging the parts of a tally in f32 gives, LSEs rounded to f32.
+    fn merged(tally: &Tally, dim: usize) -> f64 {
+        let lses: Vec<f32> = tally.counts().iter().map(|count| (*count as f32).ln()).collect();
+        let most = lses.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        let total = most + lses.iter().map(|lse| (lse - most).exp()).sum::<f32>().ln();
+        let part = |(rank, lse): (usize, &f32)| match tally.counts()[rank] {
+            0 => 0.0,
+            count => (lse - total).exp() * (tally.rank_sum(dim, rank) as f32 / count as f32),
+        };
+        f64::from(lses.iter().enumerate().map(part).sum::<f32>())
+    }
+
+    #[test]
+    fn new_tokens_beside_the_ranks_are_merged_within_their_tolerance_and_outside_that_of_the_ranks_alone() {
+        let layout = Layout::new(2, 1, 4).unwrap();
+        let code = Code::new(Space { layout, requests: 1, tokens: 64, blocks: 0 }, &[]);
+        let contract = Contract {
+            partial: shardcheck_formats::Dtype::F32,
+            output: shardcheck_formats::Dtype::F32,
+            ..Contract::bf16_default(Merge::AgRsF32)
+        };
+        let mut false_alarms = 0;
+        for (history, visible) in (0..60).flat_map(|history| (1..4).map(move |new| (history, history + new)))
+        {
+            let beside = Sight { beside_from: Some(history), ..Sight::of(0, 0, visible) };
+            let seen = Tally::seen(&code, beside);
+            let expected = Expectation::of(&seen, code.dims(), &Rounding::of(&contract));
+            let ranks =
+                Expectation::of(&Tally::prefix(&code, 0, visible), code.dims(), &Rounding::of(&contract));
+            for dim in 0..code.dims() {
+                let out = merged(&seen, dim);
+                assert!(
+                    expected.elements[dim].admits(out),
+                    "{history}+{} dim {dim}: {out}",
+                    visible - history
+                );
+                assert!(expected.elements[dim].tolerance(visible as i64) < 1e-3);
+                false_alarms += usize::from(!ranks.elements[dim].admits(out));
+            }
+        }
+        assert!(false_alarms > 0, "sums that cancel on each rank and not in the new tokens alone");
     }
 
     #[test]

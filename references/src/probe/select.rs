@@ -207,11 +207,10 @@ impl KeySelect {
     /// Tokens that a selector lets through of the first `visible` of a request, and their common score. Where no token is
     /// on its side, all others score alike and come through.
     pub fn chosen(&self, code: &Code, selector: Selector, sight: Sight) -> (Tally, f64) {
-        let mut half = Tally::nothing(code);
-        half.add_half(code, sight.request, sight.visible, (selector.bit.mask(), selector.set), 1);
+        let half = Tally::half(code, sight, (selector.bit.mask(), selector.set));
         match (half.tokens(), selector.set) {
-            (0, true) => (Tally::prefix(code, sight.request, sight.visible), -self.gate.gap),
-            (0, false) => (Tally::prefix(code, sight.request, sight.visible), 0.0),
+            (0, true) => (Tally::seen(code, sight), -self.gate.gap),
+            (0, false) => (Tally::seen(code, sight), 0.0),
             (_, true) => (half, 0.0),
             (_, false) => (half, self.gate.gap),
         }
@@ -356,7 +355,7 @@ mod tests {
     fn chosen_halves_make_the_row_and_an_empty_half_lets_the_others_through() {
         let code = code(3);
         let select = KeySelect::new(code.token_bits(), 16, Dtype::Bf16, 1.0, 0.25).unwrap();
-        let sight = Sight { request: 0, row: 0, visible: 2 };
+        let sight = Sight::of(0, 0, 2);
         for selector in select.selectors(0) {
             let (tally, _) = select.chosen(&code, selector, sight);
             assert!(tally.tokens() > 0, "{selector:?}");

@@ -2,9 +2,11 @@
 
 use std::ops::Range;
 
+use super::attribution::{Piece, Sight};
 use super::code::{Bits, Code, Token};
 
-/// Tokens and sums of signs of each rank, for one row.
+/// Tokens and sums of signs of each rank, for one row; of a sight with a part of its own ([`Sight::beside_from`]) that is
+/// counted as one rank more.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tally {
     world: usize,
@@ -17,15 +19,45 @@ pub struct Tally {
 impl Tally {
     /// Of no token.
     pub fn nothing(code: &Code) -> Self {
-        let world = code.layout().world();
+        Self::empty(code, code.layout().world())
+    }
+
+    fn empty(code: &Code, world: usize) -> Self {
         Self { world, counts: vec![0; world], sums: vec![0; code.dims() * world] }
+    }
+
+    /// Of what a row has to see.
+    pub fn seen(code: &Code, sight: Sight) -> Self {
+        let mut tally = Self::empty(code, sight.parts(code.layout()));
+        for piece in sight.pieces(code.layout()) {
+            tally.counts[piece.part] += piece.span.len() as i64;
+            for dim in 0..code.dims() {
+                tally.sums[dim * tally.world + piece.part] +=
+                    code.sum(dim, sight.request, piece.rank, piece.span.clone(), Bits::default());
+            }
+        }
+        tally
+    }
+
+    /// Of the tokens among those of a sight for which `bit` is `set`.
+    pub(super) fn half(code: &Code, sight: Sight, (bit, set): (Bits, bool)) -> Self {
+        let mut tally = Self::empty(code, sight.parts(code.layout()));
+        let sign = if set { -1 } else { 1 };
+        for Piece { rank, span, part } in sight.pieces(code.layout()) {
+            // the constant dimension counts the parity of the bit alone
+            let twisted = |dim: usize| code.sum(dim, sight.request, rank, span.clone(), bit);
+            tally.counts[part] += (span.len() as i64 + sign * twisted(0)) / 2;
+            for dim in 0..code.dims() {
+                let plain = code.sum(dim, sight.request, rank, span.clone(), Bits::default());
+                tally.sums[dim * tally.world + part] += (plain + sign * twisted(dim)) / 2;
+            }
+        }
+        tally
     }
 
     /// Of the first `visible` tokens of a request.
     pub fn prefix(code: &Code, request: usize, visible: usize) -> Self {
-        let lens: Vec<usize> =
-            (0..code.layout().world()).map(|rank| code.layout().local_len(visible, rank)).collect();
-        Self::shares(code, request, &lens)
+        Self::seen(code, Sight::of(request, 0, visible))
     }
 
     /// Of the first `lens[rank]` tokens of a request on each rank.
@@ -51,29 +83,6 @@ impl Tally {
         self.counts[rank] += times;
         for dim in 0..code.dims() {
             self.sums[dim * self.world + rank] += times * code.sign(dim, token);
-        }
-    }
-
-    /// Adds `times` the tokens of a request's prefix for which `bit` is `set`.
-    pub(super) fn add_half(
-        &mut self,
-        code: &Code,
-        request: usize,
-        visible: usize,
-        (bit, set): (Bits, bool),
-        times: i64,
-    ) {
-        let sign = if set { -1 } else { 1 };
-        for rank in 0..self.world {
-            let span = 0..code.layout().local_len(visible, rank);
-            let count = span.len() as i64;
-            // the constant dimension counts the parity of the bit alone
-            let twisted = |dim: usize| code.sum(dim, request, rank, span.clone(), bit);
-            self.counts[rank] += times * (count + sign * twisted(0)) / 2;
-            for dim in 0..code.dims() {
-                let plain = code.sum(dim, request, rank, span.clone(), Bits::default());
-                self.sums[dim * self.world + rank] += times * (plain + sign * twisted(dim)) / 2;
-            }
         }
     }
 
@@ -126,8 +135,7 @@ mod tests {
     fn both_halves_of_a_bit_make_the_whole() {
         let code = code();
         for bit in code.token_bits() {
-            let mut halves = Tally::nothing(&code);
-            halves.add_half(&code, 0, 53, (bit.mask(), false), 1);
+            let half = |set: bool| Tally::half(&code, Sight::of(0, 0, 53), (bit.mask(), set));
             let mut one_by_one = Tally::nothing(&code);
             for position in 0..53 {
                 let token = Token { request: 0, position };
@@ -135,9 +143,32 @@ mod tests {
                     one_by_one.add(&code, token, code.layout().owner(position), 1);
                 }
             }
-            assert_eq!(halves, one_by_one, "{bit:?}");
-            halves.add_half(&code, 0, 53, (bit.mask(), true), 1);
-            assert_eq!(halves, Tally::prefix(&code, 0, 53));
+            assert_eq!(half(false), one_by_one, "{bit:?}");
+            let (whole, other) = (Tally::prefix(&code, 0, 53), half(true));
+            assert_eq!(half(false).tokens() + other.tokens(), whole.tokens());
+            for (dim, rank) in (0..code.dims()).flat_map(|dim| (0..3).map(move |rank| (dim, rank))) {
+                let sum = half(false).rank_sum(dim, rank) + other.rank_sum(dim, rank);
+                assert_eq!(sum, whole.rank_sum(dim, rank), "dim {dim} rank {rank}");
+            }
+        }
+    }
+
+    #[test]
+    fn tokens_beside_those_of_the_ranks_are_a_part_of_their_own() {
+        let code = code();
+        for (visible, from) in [(53, 50), (53, 0), (53, 53), (0, 0), (7, 60)] {
+            let sight = Sight { beside_from: Some(from), ..Sight::of(0, 0, visible) };
+            let (seen, ranks) = (Tally::seen(&code, sight), Tally::prefix(&code, 0, visible.min(from)));
+            assert_eq!(seen.counts()[..3], *ranks.counts());
+            let beside = visible.saturating_sub(from);
+            assert_eq!(seen.counts()[3], beside as i64);
+            for dim in 0..code.dims() {
+                let sum: i64 = (from.min(visible)..visible)
+                    .map(|position| code.sign(dim, Token { request: 0, position }))
+                    .sum();
+                assert_eq!(seen.rank_sum(dim, 3), sum);
+                assert_eq!(seen.sum(dim), Tally::prefix(&code, 0, visible).sum(dim));
+            }
         }
     }
 

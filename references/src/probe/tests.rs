@@ -11,8 +11,8 @@ struct Small {
     tables: [Vec<i32>; 2],
 }
 
-const SIGHT: Sight = Sight { request: 1, row: 2, visible: 28 };
-const OTHER: Sight = Sight { request: 0, row: 0, visible: 17 };
+const SIGHT: Sight = Sight { request: 1, row: 2, visible: 28, beside_from: None };
+const OTHER: Sight = Sight { request: 0, row: 0, visible: 17, beside_from: None };
 const WRITTEN: [usize; 2] = [22, 40];
 
 impl Small {

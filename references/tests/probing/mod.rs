@@ -56,7 +56,7 @@ impl Setting {
         let layout = Layout::new(world, interleave, block).expect("a layout");
         let code = Code::new(Space { layout, requests: 1, tokens: tokens + 1, blocks: 0 }, units);
         let right = Tally::prefix(&code, 0, tokens);
-        let sight = Sight { request: 0, row: 0, visible: tokens };
+        let sight = Sight::of(0, 0, tokens);
         Self { code, contract: Contract::bf16_default(merge), sight, right }
     }
 

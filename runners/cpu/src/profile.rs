@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 
 use shardcheck_engine::{
-    Conventions, EmptyPartial, LaneOrder, LseBase, OperationKind, OperationProfile, Profile, Provenance,
-    RuleSetName, ScaleRounding,
+    Conventions, EmptyPartial, LaneOrder, LseBase, NewTokens, OperationKind, OperationProfile, Profile,
+    Provenance, RuleSetName, ScaleRounding,
 };
 use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
 
@@ -96,6 +96,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         lane_orders: LaneOrder::ALL.to_vec(),
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
+        new_tokens: NewTokens::OnRanks,
     };
     OperationProfile { contract, conventions, observables, absent: Vec::new() }
 }

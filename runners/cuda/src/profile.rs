@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use shardcheck_engine::{
-    Conventions, EmptyPartial, LaneOrder, LseBase, OperationKind, OperationProfile, Profile, Provenance,
-    ScaleRounding,
+    Conventions, EmptyPartial, LaneOrder, LseBase, NewTokens, OperationKind, OperationProfile, Profile,
+    Provenance, ScaleRounding,
 };
 use shardcheck_formats::{Contract, Depth, Dtype, Merge, Overflow};
 
@@ -148,6 +148,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         lane_orders: LaneOrder::ALL.to_vec(),
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
+        new_tokens: NewTokens::OnRanks,
     };
     OperationProfile { contract, conventions, observables, absent: Vec::new() }
 }

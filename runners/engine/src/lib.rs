@@ -35,7 +35,7 @@ pub use moe::{
 };
 pub use operation::{CacheLayout, Mask, Operation, OperationKind, Provenance, TensorSpec};
 pub use prefill::{PcpDecodes, PcpPlan, PcpStrategy};
-pub use profile::{Conventions, EmptyPartial, LseBase, OperationProfile, Profile, ScaleRounding};
+pub use profile::{Conventions, EmptyPartial, LseBase, NewTokens, OperationProfile, Profile, ScaleRounding};
 pub use session::{Answer, Engine, EngineError, Reply, Session};
 pub use settings::{Decision, Disabled, RuleSetName, Settings, Validation, Warning};
 pub use sharing::{IndexSharing, IndexerType, SharingRule};

@@ -55,6 +55,24 @@ pub enum ScaleRounding {
     Reciprocal,
 }
 
+/// Where a verification attends to its new tokens, which are in the cache as all others are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum NewTokens {
+    /// On the ranks that own them, with the history (ATOM, vLLM).
+    #[default]
+    OnRanks,
+    /// Each rank for its own heads, as one more partial result beside those of the ranks (vLLM-Ascend since 0.30).
+    Beside,
+}
+
+impl NewTokens {
+    /// Whether the ranks that own them attend to them.
+    pub fn are_on_ranks(&self) -> bool {
+        *self == Self::OnRanks
+    }
+}
+
 /// Conventions that differ between engines and are not errors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -69,6 +87,9 @@ pub struct Conventions {
     pub scale_rounding: ScaleRounding,
     /// What the cast to the cache format does beyond its range.
     pub overflow: Overflow,
+    /// Where a verification attends to its new tokens: how many partial results there are to be rounded.
+    #[serde(default, skip_serializing_if = "NewTokens::are_on_ranks")]
+    pub new_tokens: NewTokens,
 }
 
 /// What holds for one operation.

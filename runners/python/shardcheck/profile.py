@@ -141,7 +141,8 @@ class Conventions:
     `lse_base` (`e`, `two`) is the base of partial LSEs; `empty_partial` (`zero`, `undefined`) what a partial
     holds for a row without tokens; `lane_orders` the lane orders that the packed exchange knows, none where
     LSEs travel as 32-bit; `scale_rounding` (`divide`, `reciprocal`) how the cache scale is applied;
-    `overflow` (`saturate`, `non_finite`) what the cast to the cache does beyond its range.
+    `overflow` (`saturate`, `non_finite`) what the cast to the cache does beyond its range; `new_tokens` (`on_ranks`, `beside`)
+    where a verification attends to its new tokens: on the ranks that own them, or beside them as one more partial.
     """
 
     lse_base: str = "e"
@@ -149,24 +150,28 @@ class Conventions:
     lane_orders: list[str] = field(default_factory=list)
     scale_rounding: str = "divide"
     overflow: str = "saturate"
+    new_tokens: str = "on_ranks"
 
     def __post_init__(self) -> None:
         _one_of("lse_base", self.lse_base, ("e", "two"))
         _one_of("empty_partial", self.empty_partial, ("zero", "undefined"))
         _one_of("scale_rounding", self.scale_rounding, ("divide", "reciprocal"))
         _one_of("overflow", self.overflow, OVERFLOW_POLICIES)
+        _one_of("new_tokens", self.new_tokens, ("on_ranks", "beside"))
         for order in self.lane_orders:
             _one_of("lane_orders", order, LANE_ORDERS)
 
     def to_json(self) -> dict[str, Any]:
         """The conventions as they stand in a profile."""
-        return {
+        value: dict[str, Any] = {
             "lse_base": self.lse_base,
             "empty_partial": self.empty_partial,
             "lane_orders": list(self.lane_orders),
             "scale_rounding": self.scale_rounding,
             "overflow": self.overflow,
         }
+        # an older harness knows no other place
+        return value if self.new_tokens == "on_ranks" else {**value, "new_tokens": self.new_tokens}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,7 +51,10 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     if release.has_masks or release.merges_local:
         # new tokens that stay out of the exchange are on no rank in particular
         shown = observables if release.has_masks else ["gathered_query"]
-        found["verify"] = Operation(contract=attention, conventions=conventions, observables=shown)
+        where = "on_ranks" if release.has_masks else "beside"
+        found["verify"] = Operation(
+            contract=attention, conventions=Conventions(lane_orders=[], new_tokens=where), observables=shown
+        )
     if release.splits_prefill:
         found["pcp_layout"] = Operation()
     return found
