@@ -39,6 +39,8 @@ pub enum Family {
     SelectSparse,
     /// Attention over the tokens that were selected for a row.
     AttendSelected,
+    /// Attention of heads that have sinks.
+    AttendSinks,
     /// Layers that share a selection.
     IndexLayers,
     /// Kimi delta attention.
@@ -75,7 +77,7 @@ pub enum Family {
 
 impl Family {
     /// All families, in the order in which a new engine is brought up.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: [Self; 25] = [
         Self::Layout,
         Self::Pcp,
         Self::Acceptance,
@@ -95,6 +97,7 @@ impl Family {
         Self::Context,
         Self::AttendPcp,
         Self::AttendSelected,
+        Self::AttendSinks,
         Self::Route,
         Self::Moe,
         Self::Sequence,
@@ -113,6 +116,7 @@ impl Family {
             Self::Acceptance => "acceptance",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
+            Self::AttendSinks => "attend_sinks",
             Self::IndexLayers => "index_layers",
             Self::Kda => "kda",
             Self::Write => "write",
@@ -144,6 +148,7 @@ impl Family {
             Self::Acceptance => Some(OperationKind::AcceptDrafts),
             Self::SelectSparse => Some(OperationKind::SelectSparse),
             Self::AttendSelected => Some(OperationKind::AttendSelected),
+            Self::AttendSinks => Some(OperationKind::AttendSinks),
             Self::IndexLayers => Some(OperationKind::IndexLayers),
             Self::Kda => Some(OperationKind::Kda),
             Self::Stack => Some(OperationKind::Forward),
@@ -173,6 +178,7 @@ impl Family {
                 | Self::Draft
                 | Self::Context
                 | Self::AttendSelected
+                | Self::AttendSinks
         )
     }
 
@@ -203,7 +209,7 @@ impl FromStr for Family {
     }
 }
 
-/// Attention on an engine with caches: families layout, write, decode, verify, draft, context, attend_selected.
+/// Attention on an engine with caches: families layout, write, decode, verify, draft, context, attend_selected, attend_sinks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct AttentionCase {
@@ -471,6 +477,7 @@ impl Case {
             Family::Layout => Operation::Layout,
             Family::Write => Operation::WriteKv,
             Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
+            Family::AttendSinks => Operation::AttendSinks,
             Family::Draft => Operation::Attend { mask: Mask::Bidirectional },
             Family::Context => Operation::AttendContext { chunk_budget_tokens },
             Family::MergePartials => Operation::MergePartials { lse_base: LseBase::E },

@@ -14,6 +14,7 @@ use crate::{AttentionCase, Body, Case, Family};
 pub use code::TokenCode;
 pub use held::{cache_code, cache_value};
 
+use crate::stream::Stream;
 use draw::Draw;
 use shape::Shape;
 
@@ -41,6 +42,8 @@ pub struct Inputs {
     pub stale_values: Vec<Vec<f32>>,
     /// Up-projection [Hall, Dv, V]; MLA only, and only without latent output.
     pub w_uv: Option<Vec<f32>>,
+    /// Sinks of the heads [Hall]; none but in the family attend_sinks.
+    pub sinks: Vec<f32>,
     /// Positions that each row attends to, in the order in which they are given; empty where rows attend to all that they see.
     pub selected: Vec<Vec<usize>>,
     /// Block table [n, width].
@@ -71,6 +74,7 @@ pub fn generate(family: Family, case: &AttentionCase, seed: u64) -> Inputs {
         stale_keys: Vec::with_capacity(requests),
         stale_values: Vec::with_capacity(requests),
         w_uv: shape.up_projection().map(rounded),
+        sinks: if family == Family::AttendSinks { draw_sinks(case, seed) } else { Vec::new() },
         selected: case
             .selected
             .map(|tokens| tokens.draw(&case.workload, &case.configuration, seed))
@@ -90,6 +94,18 @@ pub fn generate(family: Family, case: &AttentionCase, seed: u64) -> Inputs {
         inputs.stale_values.push(values);
     }
     inputs
+}
+
+/// Sinks near the LSEs of short rows; every fifth is far above all scores or far below them.
+fn draw_sinks(case: &AttentionCase, seed: u64) -> Vec<f32> {
+    let mut counter = Stream::Sinks.counter(seed);
+    let far = |head: usize| match head % 10 {
+        3 => 40.0,
+        8 => -40.0,
+        _ => 0.0,
+    };
+    let sink = |head: usize| (2.0 + 2.0 * counter.gaussian() + far(head)) as f32;
+    (0..case.configuration.total_heads()).map(sink).collect()
 }
 
 impl Case {

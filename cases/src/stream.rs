@@ -20,6 +20,8 @@ pub(crate) enum Stream {
     UpProjection = 6,
     /// Blocks that requests are given.
     Placement = 7,
+    /// Sinks of heads.
+    Sinks = 8,
     /// Outputs of states that are merged.
     MergeOut = 101,
     /// Their LSEs.

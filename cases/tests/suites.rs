@@ -76,6 +76,7 @@ fn families_of_the_gate_have_their_shares() {
         (Family::Acceptance, 45),
         (Family::SelectSparse, 45),
         (Family::AttendSelected, 18),
+        (Family::AttendSinks, 24),
         (Family::IndexLayers, 60),
         (Family::Kda, 20),
         (Family::Write, 140),

@@ -90,7 +90,8 @@ pub fn attention(material: &AttentionMaterial, contract: &Contract) -> Result<Ex
         }
         for group in 0..material.ranks() / material.configuration().dcp {
             let query = query_of(material, request, group);
-            let problem = problem(material, request, &query);
+            let sinks = material.sinks(group);
+            let problem = Problem { sink: sinks.as_deref(), ..problem(material, request, &query) };
             let place = Place { material, request, group };
             if material.family.brings_new_keys() {
                 let chunks = chunk_tokens(material, request, true);

@@ -202,7 +202,8 @@ fn default_operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::Verify
         | OperationKind::Draft
         | OperationKind::Context
-        | OperationKind::AttendSelected => Some(attention),
+        | OperationKind::AttendSelected
+        | OperationKind::AttendSinks => Some(attention),
         OperationKind::AttendPcp | OperationKind::MergePartials | OperationKind::MergeStates => {
             Some(Contract { partial: Dtype::F32, ..attention })
         }

@@ -130,6 +130,7 @@ impl AttentionMaterial {
             stale_keys: vec![whole.stale_keys[request].clone()],
             stale_values: vec![whole.stale_values[request].clone()],
             w_uv: whole.w_uv.clone(),
+            sinks: whole.sinks.clone(),
             selected: whole.selected.iter().skip(first).take(case.workload.query_rows()).cloned().collect(),
             block_table: self.block_table(request).to_vec(),
             width: whole.width,
@@ -183,6 +184,7 @@ impl AttentionMaterial {
                 Operation::AttendContext { chunk_budget_tokens: self.case.workload.chunk_budget_tokens }
             }
             Family::Decode | Family::Verify => Operation::Attend { mask: Mask::Causal },
+            Family::AttendSinks => Operation::AttendSinks,
             _ => self.case.selected.map_or(Operation::Layout, |tokens| tokens.operation()),
         }
     }
@@ -207,6 +209,7 @@ impl AttentionMaterial {
             family if family.brings_new_keys() => self.inputs.attend_context(),
             Family::Decode | Family::Verify | Family::Draft => self.inputs.attend(),
             Family::AttendSelected => self.inputs.attend_selected(),
+            Family::AttendSinks => self.inputs.attend_sinks(),
             _ => self.inputs.layout(),
         }
     }
@@ -299,6 +302,23 @@ impl AttentionMaterial {
     fn stale_tokens(&self, request: usize) -> usize {
         let attention = self.configuration().attention;
         self.inputs.stale_keys[request].len() / (attention.kv_heads() * attention.qk_dim())
+    }
+
+    /// Sinks of the heads of a group `[Hg]`; `None` where heads have none.
+    pub fn sinks(&self, group: usize) -> Option<Vec<f64>> {
+        let heads = self.configuration().gathered_heads();
+        let of_group = self.inputs.sinks.get(group * heads..(group + 1) * heads)?;
+        Some(of_group.iter().map(|sink| f64::from(*sink)).collect())
+    }
+
+    /// The same case with other sinks, by head.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn with_sinks(&self, sink: impl Fn(usize) -> f32) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        inputs.sinks.iter_mut().enumerate().for_each(|(head, value)| *value = sink(head));
+        self.with_inputs(inputs)
     }
 
     /// Where the engine attends to new tokens beside the ranks' shares: position of a request's first.

@@ -41,6 +41,7 @@ mod segments;
 mod selected;
 mod sequence;
 mod sharing;
+mod sinks;
 mod sparse;
 mod stack;
 mod states;
@@ -103,6 +104,7 @@ pub fn all() -> impl Iterator<Item = &'static Property> {
         acceptance::PROPERTIES,
         sparse::PROPERTIES,
         selected::PROPERTIES,
+        sinks::PROPERTIES,
         sharing::PROPERTIES,
         kda::PROPERTIES,
         write::PROPERTIES,

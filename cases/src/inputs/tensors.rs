@@ -75,6 +75,11 @@ impl Inputs {
         self.attend().with("topk", Tensor::from_i32(&[self.selected.len(), columns], &topk))
     }
 
+    /// Inputs of [`shardcheck_engine::Operation::AttendSinks`].
+    pub fn attend_sinks(&self) -> Tensors {
+        self.attend().with("sinks", Tensor::from_f32(Dtype::F32, &[self.sinks.len()], &self.sinks))
+    }
+
     /// Inputs of [`shardcheck_engine::Operation::AttendContext`]; keys and values of graph-padding rows are NaN.
     pub fn attend_context(&self) -> Tensors {
         let mut new = self.write_new();

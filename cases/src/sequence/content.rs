@@ -41,6 +41,7 @@ impl Turn {
             stale_keys: vec![Vec::new(); requests],
             stale_values: vec![Vec::new(); requests],
             w_uv: up_projection(&case, &draw),
+            sinks: Vec::new(),
             selected: Vec::new(),
             block_table,
             width,

@@ -21,7 +21,7 @@ const EXAMPLES: [(&str, &str); 7] = [
 ];
 
 /// Ids of the cases that `explain case-json` shows.
-const CASES: [(&str, &str); 16] = [
+const CASES: [(&str, &str); 17] = [
     (
         "attention on caches",
         "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo.qrep/12+3_0+0_7+2.pad2.shuf/cold/7",
@@ -70,6 +70,10 @@ const CASES: [(&str, &str); 16] = [
     (
         "attention over selected tokens",
         "attend_selected/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.a2a.hi_lo/12+3_0+0_7+2.pad2.shuf/k4.packed.ragged/gaussian/7",
+    ),
+    (
+        "attention of heads with sinks",
+        "attend_sinks/tiny-gqa16/tp4.dcp2.h2.s2.b8.n12.bf16.a2a.hi_lo/12+3_0+0_7+2.pad2.shuf/gaussian/7",
     ),
 ];
 

@@ -93,6 +93,9 @@ pub fn family_meaning(family: Family) -> &'static str {
         Family::AttendSelected => {
             "attention of new rows over the tokens that were selected for each, by lists of the slots in which a rank keeps its own"
         }
+        Family::AttendSinks => {
+            "causal attention of rows whose heads have sinks, logits that take their share of the softmax, once over all ranks"
+        }
         Family::IndexLayers => {
             "to say which layers of a model compute a selection and which share one, by the model's configuration"
         }

@@ -16,6 +16,8 @@ const DECODE: &[Family] = &[Family::Decode];
 const VERIFY: &[Family] = &[Family::Verify];
 const DRAFT: &[Family] = &[Family::Draft];
 const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected];
+const WITH_SINKS: &[Family] =
+    &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected, Family::AttendSinks];
 
 pub(super) const CERTIFIED: &str = "certified interval of the declared rounding contract, per element";
 pub(super) const CERTIFIED_LSE: &str =
@@ -195,7 +197,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     ),
     property!(
         "attend.padding",
-        ATTEND,
+        WITH_SINKS,
         always,
         "graph-padding rows and rows that see nothing come out as exact zeros with LSE −inf",
         "vLLM empty-shard mask; FlashInfer empty-attention contract",
@@ -205,7 +207,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     ),
     property!(
         "attend.collectives",
-        ATTEND,
+        WITH_SINKS,
         always,
         "all ranks enter the same number of collectives",
         "a rank that enters one less leaves the others waiting",
@@ -215,7 +217,7 @@ pub(super) const PROPERTIES: &[Property] = &[
     ),
     property!(
         "attend.given-cache",
-        ATTEND,
+        WITH_SINKS,
         always,
         "attention over caches that were laid out by the harness, not by the engine's own write, is global attention",
         "reader and writer of a cache must agree with the published layout, not only with each other",
@@ -339,8 +341,8 @@ pub(super) fn output(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut failure =
         comparison.failure("an output is not global attention", stage, |flat| material.place(flat, &axes));
     failure.notes.extend(localise::notes(material, &comparison, shape[2] * shape[3]));
-    // a row of selected tokens counts what it was given, which its lists show
-    if material.case.selected.is_none() {
+    // a row of selected tokens counts what it was given, which its lists show; no code is spelt beside a sink
+    if material.case.selected.is_none() && material.family != Family::AttendSinks {
         failure.notes.extend(attribute::sentences(laboratory));
     }
     Ok(Finding::Broken(Box::new(failure)))

@@ -24,6 +24,7 @@ pub(super) const PROPERTIES: &[Property] = &[Property {
         Family::Acceptance,
         Family::SelectSparse,
         Family::AttendSelected,
+        Family::AttendSinks,
         Family::IndexLayers,
         Family::Kda,
         Family::Write,

@@ -9,11 +9,12 @@ use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
 use crate::grid::{Grids, RowRef};
 use crate::kernel::{KvView, Scratch, attend_row};
 use crate::memory::Metadata;
-use crate::merge::{Partial, Wire, merge};
+use crate::merge::{Partial, Wire, merge_with};
 use crate::policies::Policies;
 use crate::query::{HeadShape, rows_of_members, select_heads};
 use crate::route::Route;
 use crate::selected::{Listing, Plan, read_slots};
+use crate::sinks::Sinks;
 use crate::sparse::Lists;
 
 /// Up-projection of every head: `[heads of all ranks, value width, V]`.
@@ -64,6 +65,8 @@ struct Step<'a> {
     route: Route,
     /// Tokens that rows attend to, where they were selected.
     plan: Option<&'a Plan>,
+    /// Sinks of all heads, where they have some.
+    sinks: Option<Vec<f32>>,
     policies: &'a Policies,
 }
 
@@ -81,7 +84,7 @@ struct RankAttend {
 pub fn attend(
     (configuration, grids): (&Configuration, Grids),
     caches: &[RankCache],
-    (inputs, plan): (&Tensors, Option<&Plan>),
+    (inputs, plan, sinks): (&Tensors, Option<&Plan>, Option<Vec<f32>>),
     metadata: &[Metadata],
     ranks: Ranks,
     policies: &Policies,
@@ -102,6 +105,7 @@ pub fn attend(
         up,
         route: dispatch.run,
         plan,
+        sinks,
         policies,
     };
     let run = run_ranks(ranks, |link| step.run_rank(link, &caches[link.rank]))?;
@@ -109,6 +113,7 @@ pub fn attend(
         (policies.kernel.kernel_heads)(configuration.gathered_heads(), &configuration.kernel_head_widths);
     let route = match (plan, metadata[0].causal, metadata[0].batch.max_query_len()) {
         (Some(_), _, _) => "attend_selected",
+        _ if step.sinks.is_some() => "attend_sinks",
         (None, false, _) => "draft",
         (None, true, 0 | 1) => "decode",
         (None, true, _) => "verify",
@@ -132,7 +137,9 @@ impl Step<'_> {
         );
         let slots = self.selected(link, cache, metadata, &row_lens)?;
         let row_lens = slots.as_ref().map_or(row_lens, |slots| slots.iter().map(Vec::len).collect());
-        let latent = self.local_attention((cache, slots.as_deref()), metadata, &gathered, &row_lens)?;
+        let sinks = self.sinks_of(link);
+        let local = (cache, slots.as_deref());
+        let latent = self.local_attention(local, metadata, &gathered, &row_lens, sinks.as_ref())?;
         let partial = match &self.up {
             Some(up) if self.route.project_before_merge => {
                 let own = self.shape.own;
@@ -142,12 +149,23 @@ impl Step<'_> {
             _ => latent,
         };
         let order = self.configuration.lane_order;
-        let mut merged = merge(link, &partial, self.route.backend, Wire::Half, order, &policies.merge)?;
+        let how = (self.route.backend, Wire::Half, order);
+        let mut merged = merge_with(link, &partial, how, &policies.merge, sinks.as_ref())?;
         if let Some(up) = self.up.as_ref().filter(|_| !self.route.project_before_merge) {
             merged = up.apply(&merged, |head| link.rank * self.shape.own + head);
         }
         self.leave_unwritten(metadata, &mut merged);
         Ok(RankAttend { merged, partial, row_lens, gathered })
+    }
+
+    /// Sinks of the heads that the rank's group gathers, as scores.
+    fn sinks_of(&self, link: &Link<'_>) -> Option<Sinks> {
+        let (own, policies) = (self.shape.own, self.policies.sinks);
+        let scale = self.configuration.softmax_scale;
+        let first = link.group() * own * link.world;
+        let of_group = (policies.of_group)(self.sinks.as_ref()?, first, own, link.world, link.member);
+        let logits = of_group.into_iter().map(|sink| (policies.logit)(sink, scale)).collect();
+        Some(Sinks { logits, policies })
     }
 
     /// Slots that each row attends to on the rank; none where rows attend to all that they see.
@@ -195,6 +213,7 @@ impl Step<'_> {
         metadata: &Metadata,
         query: &[u16],
         row_lens: &[usize],
+        sinks: Option<&Sinks>,
     ) -> Result<Partial, Stop> {
         let refs = metadata.batch.row_refs(&self.policies.layout);
         let (kernel, format) = (&self.policies.kernel, &self.format);
@@ -235,6 +254,10 @@ impl Step<'_> {
             }
             let (first, first_lse) =
                 ((kernel.first_kept_head)(width, heads), (kernel.first_kept_lse)(width, heads));
+            if let Some(sinks) = sinks {
+                let kept = &mut out[first * dim..(first + heads) * dim];
+                sinks.take_share(self.configuration.dcp, kept, &mut lse[first_lse..first_lse + heads]);
+            }
             let kept = &out[first * dim..(first + heads) * dim];
             let target = &mut partial.out[row * heads * dim..(row + 1) * heads * dim];
             target.iter_mut().zip(kept).for_each(|(to, from)| *to = round_bf16(*from));

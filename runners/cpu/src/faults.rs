@@ -32,6 +32,7 @@ mod shared_index;
 mod shared_rows;
 mod shared_selection;
 mod sharing;
+mod sinks;
 mod small;
 mod sparse;
 mod stack;
@@ -196,6 +197,7 @@ pub fn faults() -> &'static [Fault] {
             acceptance::FAULTS,
             sparse::FAULTS,
             selected::FAULTS,
+            sinks::FAULTS,
             sharing::FAULTS,
             kda::FAULTS,
             stack::FAULTS,

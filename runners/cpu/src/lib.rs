@@ -33,6 +33,7 @@ mod rules;
 mod selected;
 mod session;
 mod sharing;
+mod sinks;
 mod sparse;
 mod stack;
 mod states;

@@ -11,6 +11,7 @@ use shardcheck_formats::{bf16_from_f32, bf16_to_f32, round_bf16};
 use crate::communicator::{Link, Stop};
 use crate::lanes::LanePolicies;
 use crate::route::Backend;
+use crate::sinks::Sinks;
 
 /// Element type of partials on the wire.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -170,14 +171,53 @@ pub fn merge(
     order: LaneOrder,
     policies: &MergePolicies,
 ) -> Result<Partial, Stop> {
+    merge_with(link, partial, (backend, wire, order), policies, None)
+}
+
+/// [`merge`] where heads may have sinks.
+///
+/// # Errors
+/// [`Stop`] from the exchange.
+pub fn merge_with(
+    link: &Link<'_>,
+    partial: &Partial,
+    (backend, wire, order): (Backend, Wire, LaneOrder),
+    policies: &MergePolicies,
+    sinks: Option<&Sinks>,
+) -> Result<Partial, Stop> {
     let partial = &paired(partial, policies);
+    let policies = &Weighing { merge: policies, sinks };
     let merged = match (backend, wire) {
         (Backend::None, _) => scrub_empty(partial, policies),
         (Backend::A2a, Wire::Half) => merge_a2a_half(link, partial, order, policies)?,
         (Backend::A2a, Wire::Single) => merge_a2a_single(link, partial, policies)?,
         (Backend::AgRs, _) => merge_ag_rs(link, partial, wire, policies)?,
     };
-    Ok(place_heads(merged, policies))
+    Ok(place_heads(merged, policies.merge))
+}
+
+/// Policies of a merge, and the sinks of its heads.
+struct Weighing<'a> {
+    merge: &'a MergePolicies,
+    sinks: Option<&'a Sinks>,
+}
+
+impl std::ops::Deref for Weighing<'_> {
+    type Target = MergePolicies;
+
+    fn deref(&self) -> &MergePolicies {
+        self.merge
+    }
+}
+
+impl Weighing<'_> {
+    /// Weights of a gathered head's partials, and their merged LSE.
+    fn combined(&self, lses: &[f32], head: usize, weights: &mut [f32]) -> f32 {
+        match self.sinks {
+            Some(sinks) => sinks.combined(self.merge.combine, lses, head, weights),
+            None => (self.merge.combine)(lses, weights),
+        }
+    }
 }
 
 /// Each output with the LSE that travels with it.
@@ -187,7 +227,7 @@ fn paired(partial: &Partial, policies: &MergePolicies) -> Partial {
 }
 
 /// A world of one: nothing to merge, but an empty row still reads as zeros.
-fn scrub_empty(partial: &Partial, policies: &MergePolicies) -> Partial {
+fn scrub_empty(partial: &Partial, policies: &Weighing) -> Partial {
     let mut scrubbed = partial.clone();
     for (row, lse) in scrubbed.out.chunks_exact_mut(partial.dim).zip(&partial.lse) {
         if *lse == f32::NEG_INFINITY {
@@ -212,7 +252,7 @@ fn merge_a2a_half(
     link: &Link<'_>,
     partial: &Partial,
     order: LaneOrder,
-    policies: &MergePolicies,
+    policies: &Weighing,
 ) -> Result<Partial, Stop> {
     let pieces = pieces_of(link, partial, policies, |row, head, piece: &mut Vec<u16>| {
         piece.extend(partial.row(row, head).iter().map(|value| bf16_from_f32(*value)));
@@ -227,7 +267,7 @@ fn merge_a2a_half(
     }))
 }
 
-fn merge_a2a_single(link: &Link<'_>, partial: &Partial, policies: &MergePolicies) -> Result<Partial, Stop> {
+fn merge_a2a_single(link: &Link<'_>, partial: &Partial, policies: &Weighing) -> Result<Partial, Stop> {
     let pieces = pieces_of(link, partial, policies, |row, head, piece: &mut Vec<u32>| {
         piece.extend(partial.row(row, head).iter().map(|value| value.to_bits()));
         piece.push(partial.lse[row * partial.heads + head].to_bits());
@@ -245,7 +285,7 @@ fn merge_a2a_single(link: &Link<'_>, partial: &Partial, policies: &MergePolicies
 fn pieces_of<T>(
     link: &Link<'_>,
     partial: &Partial,
-    policies: &MergePolicies,
+    policies: &Weighing,
     mut put: impl FnMut(usize, usize, &mut Vec<T>),
 ) -> Vec<Vec<T>> {
     let own = partial.heads / link.world;
@@ -265,7 +305,7 @@ fn pieces_of<T>(
 fn sum_received(
     link: &Link<'_>,
     partial: &Partial,
-    policies: &MergePolicies,
+    policies: &Weighing,
     wire: Wire,
     unpack: impl Fn(usize, usize, &mut [f32]) -> f32,
 ) -> Partial {
@@ -283,7 +323,8 @@ fn sum_received(
         for (member, row) in received.chunks_exact_mut(dim).enumerate() {
             lses[member] = (policies.sanitise)(unpack(member, index, row));
         }
-        merged.lse[index] = (policies.combine)(&lses, &mut weights);
+        let head = link.member * own + index % own;
+        merged.lse[index] = policies.combined(&lses, head, &mut weights);
         let out = &mut merged.out[index * dim..(index + 1) * dim];
         out.fill(0.0);
         for (row, weight) in received.chunks_exact_mut(dim).zip(&weights) {
@@ -295,12 +336,7 @@ fn sum_received(
     merged
 }
 
-fn merge_ag_rs(
-    link: &Link<'_>,
-    partial: &Partial,
-    wire: Wire,
-    policies: &MergePolicies,
-) -> Result<Partial, Stop> {
+fn merge_ag_rs(link: &Link<'_>, partial: &Partial, wire: Wire, policies: &Weighing) -> Result<Partial, Stop> {
     let (own, dim, world) = (partial.heads / link.world, partial.dim, link.world);
     let count = partial.lse.len();
     let gathered = if (policies.enters_lse_gather)(link.member, world) {
@@ -315,7 +351,7 @@ fn merge_ag_rs(
         for (member, lse) in lses.iter_mut().enumerate() {
             *lse = (policies.sanitise)(f32::from_bits(gathered[member * count + index]));
         }
-        corrected.lse[index] = (policies.combine)(&lses, &mut weights);
+        corrected.lse[index] = policies.combined(&lses, index % partial.heads, &mut weights);
         (policies.weigh)(weights[link.member], row);
         row.iter_mut().for_each(|value| *value = wire.round(*value));
     }

@@ -21,6 +21,7 @@ use crate::route::{Dispatch, dispatch};
 use crate::rules::GatePolicies;
 use crate::selected::SelectedPolicies;
 use crate::sharing::SharingPolicies;
+use crate::sinks::SinkPolicies;
 use crate::sparse::SparsePolicies;
 use crate::stack::StackPolicies;
 use crate::states::SegmentPolicies;
@@ -86,6 +87,8 @@ pub struct Policies {
     pub kernel: KernelPolicies,
     /// Exchange and merge.
     pub merge: MergePolicies,
+    /// Sinks of heads.
+    pub sinks: SinkPolicies,
     /// Gather and merge of a cached context.
     pub context: ContextPolicies,
     /// Merge of kernel segments.
@@ -128,6 +131,7 @@ impl Policies {
         query: QueryPolicies::HEALTHY,
         kernel: KernelPolicies::HEALTHY,
         merge: MergePolicies::HEALTHY,
+        sinks: SinkPolicies::HEALTHY,
         context: ContextPolicies::HEALTHY,
         segments: SegmentPolicies::HEALTHY,
         transfer: TransferPolicies::HEALTHY,

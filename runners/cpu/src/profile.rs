@@ -44,7 +44,8 @@ fn operation(kind: OperationKind) -> OperationProfile {
         OperationKind::Decode
         | OperationKind::Verify
         | OperationKind::Draft
-        | OperationKind::AttendSelected => Some(attention_contract()),
+        | OperationKind::AttendSelected
+        | OperationKind::AttendSinks => Some(attention_contract()),
         OperationKind::Context
         | OperationKind::AttendPcp
         | OperationKind::MergePartials
@@ -124,7 +125,12 @@ mod tests {
         assert_eq!(attention.depth, Depth::PerTile { tile: TILE_TOKENS, extra: 24 });
         assert_eq!((attention.kexp, attention.tile_min), (2.0, TILE_TOKENS));
         assert_eq!((attention.partial, attention.output), (Dtype::Bf16, Dtype::Bf16));
-        for kind in [OperationKind::Verify, OperationKind::Draft, OperationKind::AttendSelected] {
+        for kind in [
+            OperationKind::Verify,
+            OperationKind::Draft,
+            OperationKind::AttendSelected,
+            OperationKind::AttendSinks,
+        ] {
             assert_eq!(contract(kind).as_ref(), Some(&attention), "{kind}");
         }
         let unrounded = Contract { partial: Dtype::F32, ..attention };

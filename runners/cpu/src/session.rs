@@ -26,6 +26,7 @@ use crate::prefill::{Split, share_out};
 use crate::router::route;
 use crate::selected::{Plan, Plans, Selection};
 use crate::sharing::index_layers;
+use crate::sinks::read_sinks;
 use crate::sparse;
 use crate::stack::{Scene, StackMemory, forward};
 use crate::states::{merge_partials, merge_segments, merge_two_states, pack_lse};
@@ -150,12 +151,11 @@ impl Group {
                 import_cache(configuration, &mut self.caches, inputs, source, policies)
             }
             Operation::Attend { mask } => {
-                let rows = query_rows(inputs, configuration)?;
-                let mut batch = Batch::read(inputs, "seq_lens", Some(rows), blocks)?;
-                batch.table = self.used(TableUse::Attend, batch.table, other, policies);
-                let metadata = self.recall(StepKind::Attend, batch, mask == Mask::Causal, policies);
-                let shape = (&self.configuration, self.grids);
-                attend(shape, &self.caches, (inputs, None), &metadata, ranks, policies)
+                self.attend(inputs, (mask == Mask::Causal, None), other, ranks, policies)
+            }
+            Operation::AttendSinks => {
+                let sinks = read_sinks(inputs, configuration)?;
+                self.attend(inputs, (true, Some(sinks)), other, ranks, policies)
             }
             Operation::AttendSelected { list, shared } => {
                 self.attend_selected(inputs, (list, shared), other, ranks, policies)
@@ -194,6 +194,23 @@ impl Group {
             Operation::Forward { plan } => self.forward(inputs, plan, ranks, policies),
             Operation::InGroup { .. } => unreachable!("the session has chosen the group"),
         }
+    }
+
+    /// Attention of new rows over all that they see, with the sinks of all heads where they have some.
+    fn attend(
+        &mut self,
+        inputs: &Tensors,
+        (causal, sinks): (bool, Option<Vec<f32>>),
+        other: Option<&BlockTable>,
+        ranks: Ranks,
+        policies: &Policies,
+    ) -> Result<Reply, EngineError> {
+        let rows = query_rows(inputs, &self.configuration)?;
+        let mut batch = Batch::read(inputs, "seq_lens", Some(rows), self.configuration.blocks)?;
+        batch.table = self.used(TableUse::Attend, batch.table, other, policies);
+        let metadata = self.recall(StepKind::Attend, batch, causal, policies);
+        let shape = (&self.configuration, self.grids);
+        attend(shape, &self.caches, (inputs, None, sinks), &metadata, ranks, policies)
     }
 
     /// A step for rows that lie on the ranks of prefill context parallelism.
@@ -275,7 +292,7 @@ impl Group {
         let metadata = self.recall(StepKind::Attend, batch, true, policies);
         let plan = self.plan(own, (rows, list), &metadata, policies)?;
         let shape = (&self.configuration, self.grids);
-        attend(shape, &self.caches, (inputs, Some(&plan)), &metadata, ranks, policies)
+        attend(shape, &self.caches, (inputs, Some(&plan), None), &metadata, ranks, policies)
     }
 
     /// The plan that a step over selected tokens goes by: of its own selection, or of that of a layer before it.
@@ -353,6 +370,9 @@ impl Session for CpuSession {
 fn is_attention(operation: &Operation) -> bool {
     match operation {
         Operation::InGroup { step, .. } => is_attention(step),
-        operation => matches!(operation, Operation::Attend { .. } | Operation::AttendSelected { .. }),
+        operation => matches!(
+            operation,
+            Operation::Attend { .. } | Operation::AttendSelected { .. } | Operation::AttendSinks
+        ),
     }
 }

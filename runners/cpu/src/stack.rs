@@ -495,7 +495,7 @@ impl Step<'_> {
                 lane.metadata.iter().map(|own| self.in_layer(number, own)).collect();
             let caches = &memory.layers[source].caches[members.clone()];
             let plan = self.selection(layer, lane, &metadata)?;
-            let given = (&inputs, plan.as_ref());
+            let given = (&inputs, plan.as_ref(), None);
             let reply = attend((configuration, grids), caches, given, &metadata, ranks, policies)?;
             let counted = passage.collectives[members].iter_mut().zip(&reply.collectives);
             counted.for_each(|(sum, count)| *sum += count);

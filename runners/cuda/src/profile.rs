@@ -65,6 +65,7 @@ fn declaration(devices: Vec<String>, graphs: Graphs, joined: bool) -> Profile {
 /// Operations that no kernel does.
 const WITHOUT_KERNELS: &[OperationKind] = &[
     OperationKind::AttendPcp,
+    OperationKind::AttendSinks,
     OperationKind::SelectPcp,
     OperationKind::CompressPcp,
     OperationKind::AcceptDrafts,
@@ -126,6 +127,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         | OperationKind::LoadCache
         | OperationKind::ImportCache
         | OperationKind::PcpLayout
+        | OperationKind::AttendSinks
         | OperationKind::AcceptDrafts
         | OperationKind::SelectSparse
         | OperationKind::IndexLayers

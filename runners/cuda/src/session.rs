@@ -184,6 +184,7 @@ impl Group {
             Operation::Route { ref router } => route(queue, inputs, router),
             Operation::Moe { ref router, plan } => experts::run(queue, inputs, router, plan),
             Operation::InGroup { .. }
+            | Operation::AttendSinks
             | Operation::AcceptDrafts { .. }
             | Operation::SelectSparse { .. }
             | Operation::IndexLayers { .. }

@@ -14,8 +14,8 @@ use crate::{
 use crate::{acceptance, indexing, kda, moe, prefill, sharing, sparse, stack};
 
 use tensors::{
-    ATTEND, CONTEXT, IMPORT_CACHE, LAYOUT, LOAD_CACHE, MERGE_PARTIALS, MERGE_SEGMENTS, MERGE_STATES,
-    PACK_LSE, READ_CACHE, WRITE_KV,
+    ATTEND, ATTEND_SINKS, CONTEXT, IMPORT_CACHE, LAYOUT, LOAD_CACHE, MERGE_PARTIALS, MERGE_SEGMENTS,
+    MERGE_STATES, PACK_LSE, READ_CACHE, WRITE_KV,
 };
 pub(crate) use tensors::{
     BLOCK_TABLE, GATHERED_QUERY, LSE, OUT, PARTIAL_LSE, PARTIAL_OUT, QUERY, QUERY_START, SEQ_LENS,
@@ -189,6 +189,11 @@ pub enum Operation {
         #[serde(default, skip_serializing_if = "is_false")]
         shared: bool,
     },
+    /// Causal attention of new rows whose heads have sinks: a logit of each head that takes its share of the softmax and adds no
+    /// value (gpt-oss). One or several rows a request.
+    ///
+    /// A sink belongs to no rank and counts once: partial outputs and LSEs are without it, the merged ones with it.
+    AttendSinks,
     /// Kimi delta attention of new rows behind the states of their requests: short convolution, delta rule with decays, gated norm.
     ///
     /// `P = ranks = tp`, `H` query and key heads of all ranks, `HV` value heads, `K` and `V` their widths; `taps` of the convolution. Rank r has
@@ -270,6 +275,8 @@ pub enum OperationKind {
     SelectSparse,
     /// [`Operation::AttendSelected`].
     AttendSelected,
+    /// [`Operation::AttendSinks`].
+    AttendSinks,
     /// [`Operation::Kda`].
     Kda,
     /// [`Operation::IndexLayers`].
@@ -339,6 +346,7 @@ impl Operation {
             Self::AcceptDrafts { .. } => OperationKind::AcceptDrafts,
             Self::SelectSparse { .. } => OperationKind::SelectSparse,
             Self::AttendSelected { .. } => OperationKind::AttendSelected,
+            Self::AttendSinks => OperationKind::AttendSinks,
             Self::Kda { .. } => OperationKind::Kda,
             Self::IndexLayers { .. } => OperationKind::IndexLayers,
             Self::Forward { .. } => OperationKind::Forward,
@@ -354,7 +362,7 @@ impl Operation {
 
 impl OperationKind {
     /// All operations, in a stable order.
-    pub const ALL: [Self; 25] = [
+    pub const ALL: [Self; 26] = [
         Self::Layout,
         Self::WriteKv,
         Self::ReadCache,
@@ -377,6 +385,7 @@ impl OperationKind {
         Self::AcceptDrafts,
         Self::SelectSparse,
         Self::AttendSelected,
+        Self::AttendSinks,
         Self::Kda,
         Self::IndexLayers,
         Self::Forward,
@@ -407,6 +416,7 @@ impl OperationKind {
             Self::AcceptDrafts => "accept_drafts",
             Self::SelectSparse => "select_sparse",
             Self::AttendSelected => "attend_selected",
+            Self::AttendSinks => "attend_sinks",
             Self::Kda => "kda",
             Self::IndexLayers => "index_layers",
             Self::Forward => "forward",
@@ -436,6 +446,7 @@ impl OperationKind {
             Self::AcceptDrafts => acceptance::TENSORS,
             Self::SelectSparse => sparse::SELECT,
             Self::AttendSelected => sparse::ATTEND,
+            Self::AttendSinks => ATTEND_SINKS,
             Self::Kda => kda::TENSORS,
             Self::IndexLayers => sharing::TENSORS,
             Self::Forward => stack::TENSORS,

@@ -23,7 +23,7 @@ fn every_example_is_read_and_written_as_it_stands() {
         };
         assert_eq!(again, example, "{line}");
     }
-    assert_eq!((said, asked), (7, 24), "a kind of message has an example less");
+    assert_eq!((said, asked), (7, 25), "a kind of message has an example less");
 }
 
 #[test]

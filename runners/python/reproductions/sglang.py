@@ -48,23 +48,48 @@ def combined(engine: Path) -> None:
     print(f"  merged LSEs of strided ones: expected {torch.logsumexp(lse, 0).tolist()}; seen {total.tolist()}")
 
 
+def merged(engine: Path, outs: list[torch.Tensor], lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs `[T, H, D]` of ranks and their LSEs `[ranks, T, H]` through the merge behind an all-reduce: what it adds up, and the last rank's LSE."""
+    parts = cut(engine / LAYERS / "comm.py", "cp_lse_ag_out_rs_mha")
+    parts.cp_lse_ag_out_rs_mha.__globals__["_ag_lse"] = lambda *_: lses
+    added: list[torch.Tensor] = []
+
+    def all_reduce(out: torch.Tensor) -> torch.Tensor:
+        added.append(out)
+        return out
+
+    for rank, out in enumerate(outs):
+        group = SimpleNamespace(world_size=len(outs), rank_in_group=rank, all_reduce=all_reduce)
+        _, lse = parts.cp_lse_ag_out_rs_mha(out, lses[rank].clone(), group, return_lse=True)
+    return sum(added), lse
+
+
 def reduced(engine: Path) -> None:
     """The merge behind an all-reduce with an LSE that is no number on one of two ranks, each with one head of its own."""
-    parts = cut(engine / LAYERS / "comm.py", "cp_lse_ag_out_rs_mha")
     print("cp_lse_ag_out_rs_mha of outputs 1 and 3, LSE 0 on rank 0:")
     for value in (INFINITY, NOTHING):
         lses = torch.tensor([0.0, value]).view(2, 1, 1).expand(2, 1, 2).contiguous()
-        parts.cp_lse_ag_out_rs_mha.__globals__["_ag_lse"] = lambda *_, lses=lses: lses
-        added: list[torch.Tensor] = []
+        out, lse = merged(engine, [torch.full((1, 2, 2), output) for output in (1.0, 3.0)], lses)
+        print(f"  LSE {value} on rank 1: expected 1.0, 0.0; seen {out[0, 0, 0].item()}, {lse[0, 0].item()}")
 
-        def all_reduce(out: torch.Tensor, added: list[torch.Tensor] = added) -> torch.Tensor:
-            added.append(out)
-            return out
 
-        for rank, output in enumerate((1.0, 3.0)):
-            group = SimpleNamespace(world_size=2, rank_in_group=rank, all_reduce=all_reduce)
-            _, lse = parts.cp_lse_ag_out_rs_mha(torch.full((1, 2, 2), output), lses[rank].clone(), group, return_lse=True)
-        print(f"  LSE {value} on rank 1: expected 1.0, 0.0; seen {sum(added)[0, 0, 0].item()}, {lse[0, 0].item()}")
+def sinks(engine: Path) -> None:
+    """Two ranks with one head of their own and one token each, of score 0 and value 1, and a sink of 0: what each rank's kernel makes of the
+    gathered heads, and their merge. The backend hands a rank's kernel the sinks of its own heads; NaN stands behind them in memory here."""
+    scope = {"_is_hip": False, "_MIN_BLOCK_KV": 32}
+    names = ("_fwd_kernel_stage2", "_decode_softmax_reducev_fwd")
+    last_stage = cut(engine / KERNELS / "decode_attention.py", *names, **scope)._decode_softmax_reducev_fwd
+    outs = []
+    for _ in range(2):
+        out, value = torch.zeros(1, 2, 2), torch.ones(1, 2, 1, 2)
+        memory = torch.tensor([0.0, NOTHING])
+        bounds, splits = torch.tensor([0, 1], dtype=torch.int32), torch.tensor([1], dtype=torch.int32)
+        last_stage(value, torch.zeros(1, 2, 1), out, out, 1.0, out, bounds, splits, 1, sinks=memory[:1])
+        outs.append(out)
+    out, _ = merged(engine, outs, torch.zeros(2, 1, 2))
+    print("decode with sinks over two ranks:")
+    for head in range(2):
+        print(f"  head {head}: expected {2 / 3:.4f}; seen {out[0, head, 0].item():.4f}")
 
 
 def sparse_index(engine: Path) -> None:
@@ -82,6 +107,7 @@ def main() -> None:
     two_states(engine)
     combined(engine)
     reduced(engine)
+    sinks(engine)
     sparse_index(engine)
 
 

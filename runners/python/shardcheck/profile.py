@@ -32,6 +32,7 @@ OPERATIONS = (
     "select_pcp",
     "compress_pcp",
     "attend_selected",
+    "attend_sinks",
     "kda",
     "index_layers",
     "forward",

@@ -150,7 +150,7 @@ class Harness:
                 "operation": "attend_context",
                 "chunk_budget_tokens": more.pop("chunk_budget_tokens"),
             }
-        if kind in ("pcp_layout", "attend_pcp", "select_pcp", "compress_pcp", "accept_drafts", "select_sparse", "attend_selected", "index_layers", "kda", "forward", "route", "moe"):
+        if kind in ("pcp_layout", "attend_pcp", "select_pcp", "compress_pcp", "accept_drafts", "select_sparse", "attend_selected", "attend_sinks", "index_layers", "kda", "forward", "route", "moe"):
             operation = {"operation": kind, **more}
             more = {}
         header = {"type": "step", "session": session, "operation": operation, "kind": kind, **more}

@@ -136,6 +136,25 @@ pub(super) const ATTEND: &[TensorSpec] = &[
     spec("row_lens", Observable, "i32 [ranks, T]", "tokens that each row saw on the rank"),
     GATHERED_QUERY,
 ];
+pub(super) const ATTEND_SINKS: &[TensorSpec] = &[
+    QUERY,
+    SEQ_LENS,
+    QUERY_START,
+    BLOCK_TABLE,
+    UP_PROJECTION,
+    spec(
+        "sinks",
+        Given,
+        "f32 [Hall]",
+        "logit of each head's sink: exp of it is one more term of the row's normaliser, and of the merged LSE",
+    ),
+    OUT,
+    LSE,
+    PARTIAL_OUT,
+    PARTIAL_LSE,
+    spec("row_lens", Observable, "i32 [ranks, T]", "tokens that each row saw on the rank"),
+    GATHERED_QUERY,
+];
 pub(super) const CONTEXT: &[TensorSpec] = &[
     spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head for the new tokens"),
     spec("key", Given, "bf16 [T, K, Dk]", "keys of the new tokens"),

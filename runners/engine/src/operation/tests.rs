@@ -61,6 +61,7 @@ fn an_operation_survives_a_json_round_trip() {
             },
         },
         Operation::AttendSelected { list: crate::SlotList::Packed, shared: true },
+        Operation::AttendSinks,
         Operation::SelectPcp {
             plan: IndexPlan {
                 world: 3,

@@ -54,25 +54,26 @@ class Attention:
         self.executor = executor
         self.options = options
 
-    def step(self, kind: str, batch: Batch, w_uv: Tensor | None) -> Reply:
-        """Runs a step on all ranks. `kind` is `decode` or `verify`."""
+    def step(self, kind: str, batch: Batch, w_uv: Tensor | None, sinks: torch.Tensor | None = None) -> Reply:
+        """Runs a step on all ranks. `kind` is `decode` or `verify`; `sinks [Hall]` are those of all heads."""
         self._check(kind)
         c = self.configuration
         how = route(self.options.merge, c.comm_backend, "e")
         if c.dcp > 1 and how != "reduced" and not c.attention.is_mla:
             raise Unsupported("only MLA layers merge so: others end in the Triton backend's own merge")
         jobs = [
-            RankAttention(c, self.caches.of_rank(rank), rank, kind, batch, how, self.options)
+            RankAttention(c, self.caches.of_rank(rank), rank, kind, batch, how, self.options, sinks)
             for rank in range(c.tp)
         ]
         results, collectives = self.executor.run(jobs, c.dcp)
         outs = [project(result.out, rank, w_uv, c.heads_per_rank) for rank, result in enumerate(results)]
-        names = ("lse", "partial_out", "partial_lse", "row_lens")
+        # the engine has no LSE that a sink is in
+        names = (*(() if sinks is not None else ("lse",)), "partial_out", "partial_lse", "row_lens")
         stacked = {name: torch.stack([getattr(result, name) for result in results]) for name in names}
         # exact: queries are bf16 values, whatever they are held in
         query = torch.stack([result.query for result in results]).to(torch.bfloat16)
         effective = {
-            "route": kind,
+            "route": kind if sinks is None else "attend_sinks",
             "query_replication": False,
             "project_before_merge": False,
             "kernel": self.release.decode_kernel.__qualname__,
@@ -118,6 +119,7 @@ class RankAttention:
     batch: Batch
     how: str
     options: Options
+    sinks: torch.Tensor | None = None
 
     def run(self, release: Release, group: Any) -> RankResult:
         """Attends to the rank's own tokens and merges with the group."""
@@ -133,12 +135,21 @@ class RankAttention:
         batch = SimpleNamespace(batch_size=len(query), seq_lens_sum=int(self.lens.sum()), spec_info=None)
         with release.exchanging(self._merge), interpreter.limits():
             out = release.backend.forward_decode(
-                backend, query.flatten(1), None, None, self._layer(), batch, save_kv_cache=False
+                backend, query.flatten(1), None, None, self._layer(), batch, save_kv_cache=False, sinks=self._own_sinks()
             )
         out = out.view(len(query), c.heads_per_rank, c.value_dim)
         if c.dcp == 1:
             self._finish_alone(out, backend.forward_metadata.attn_lse)
         return RankResult(out, self.merged_lse, *self.partial, self.lens, self.query)
+
+    def _own_sinks(self) -> torch.Tensor | None:
+        """A rank's parameter, the sinks of its own heads; what lies behind it in memory is nobody's, here NaN."""
+        if self.sinks is None:
+            return None
+        own = self.configuration.heads_per_rank
+        memory = torch.full((self.configuration.gathered_heads + own,), torch.nan)
+        memory[:own] = self.sinks[self.rank * own : (self.rank + 1) * own]
+        return memory[:own]
 
     def _lens(self, member: int) -> torch.Tensor:
         """Tokens of the rank that each row sees, i32 `[T]`: none for padding."""

@@ -13,6 +13,7 @@ OWN_STEPS = (
     "choice of a rank's query heads; buffers of the decode, as the backend makes them",
     "one rank: rows of the cache in order, the LSE over splits, and zeros in padding rows",
     "up-projection of merged outputs, in f32",
+    "sinks of a rank's own heads, the parameter of a layer, with NaN behind them in memory",
     "verify: row lengths of the NPU backend with the indices and the decode of the Triton backend, which itself refuses "
     "masks under DCP",
     "all-to-all, and reduce-scatter, behind the Triton kernel: merges of MLA layers, which get a zeroed state for a rank "
@@ -50,6 +51,9 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
         "merge_states": Operation(contract=Contract.f32("f32")),
         "pcp_layout": Operation(),
     }
+    found["attend_sinks"] = Operation(
+        contract=attention, conventions=conventions, observables=observables, absent=["lse"]
+    )
     if release.chain_lens is not None:
         found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
     if release.attend_context is not None:

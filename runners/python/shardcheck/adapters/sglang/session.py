@@ -9,6 +9,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
+from shardcheck.adapters.batches import Batch
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.context import Context
@@ -79,6 +80,22 @@ class SglangSession(CachedSession):
                 indptr, indices = reads.of_rows("verify" if several else "decode", lens, of_row, seen, backend)
             lists.append((indptr, indices[: int(indptr[-1])]))
         return lists
+
+    def attend_sinks(
+        self,
+        query: Tensor,
+        seq_lens: Tensor,
+        query_start_loc: Tensor,
+        block_table: Tensor,
+        sinks: Tensor,
+        w_uv: Tensor | None = None,
+        **_: Any,
+    ) -> Reply:
+        """Rows whose heads have sinks: one a request is a decode, several a verification."""
+        batch = Batch.of(query, seq_lens, query_start_loc, block_table, self.device)
+        kind = "verify" if (batch.query_lens > 1).any() else "decode"
+        with self.release.watching():
+            return self.attention.step(kind, batch, w_uv, torch.from_numpy(np.ascontiguousarray(sinks.numpy())))
 
     def merge_partials(
         self, partial_out: Tensor, partial_lse: Tensor, lse_base: str = "e", **_: Any
