@@ -16,8 +16,8 @@ pub struct SinkPolicies {
     pub of_group: fn(&[f32], usize, usize, usize, usize) -> Vec<f32>,
     /// A sink as a score: `(sink, factor of scores)`.
     pub logit: fn(f32, f32) -> f32,
-    /// Factor of a rank's partial output, where there are several: `(its LSE, sink)`.
-    pub in_partial: fn(f32, f32) -> f32,
+    /// Factor of a rank's partial output and its LSE, where there are several: `(its LSE, sink)`.
+    pub in_partial: fn(f32, f32) -> (f32, f32),
     /// As the merge's own, with a sink: `(that, LSEs, sink, weights to fill)`.
     pub combine: fn(Combine, &[f32], f32, &mut [f32]) -> f32,
     /// Factor of the output and LSE of a rank that merges with nobody: `(LSE, sink)`.
@@ -29,7 +29,7 @@ impl SinkPolicies {
     pub const HEALTHY: Self = Self {
         of_group: |sinks, first, own, world, _| sinks[first..first + own * world].to_vec(),
         logit: |sink, _| sink,
-        in_partial: |_, _| 1.0,
+        in_partial: |lse, _| (1.0, lse),
         combine,
         alone,
     };
@@ -62,13 +62,9 @@ impl Sinks {
             if *lse == f32::NEG_INFINITY {
                 continue;
             }
-            let factor = if world > 1 {
-                (self.policies.in_partial)(*lse, *sink)
-            } else {
-                let (factor, merged) = (self.policies.alone)(*lse, *sink);
-                *lse = merged;
-                factor
-            };
+            let take = if world > 1 { self.policies.in_partial } else { self.policies.alone };
+            let (factor, with_sink) = take(*lse, *sink);
+            *lse = with_sink;
             row.iter_mut().for_each(|value| *value *= factor);
         }
     }

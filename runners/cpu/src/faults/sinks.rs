@@ -17,13 +17,13 @@ pub(super) const FAULTS: &[Fault] = &[
     },
     Fault {
         name: "sink-counted-by-every-rank",
-        title: "the sink enters the merge once for each rank and not once",
+        title: "every rank's kernel counts the sink, in its output and its LSE, and the merge adds it up once for each",
         class: FaultClass::LseMath,
         bugs: &[],
-        killed_by: &["sinks.output", "sinks.lse"],
+        killed_by: &["sinks.partial-lse", "sinks.partial-output", "sinks.output", "sinks.lse"],
         apply: |p| {
-            p.sinks.combine =
-                |by, lses, sink, weights| combine(by, lses, sink + (lses.len() as f32).ln(), weights);
+            p.sinks.in_partial = alone;
+            p.sinks.combine = |by, lses, _, weights| by(lses, weights);
         },
     },
     Fault {
@@ -33,7 +33,7 @@ pub(super) const FAULTS: &[Fault] = &[
         bugs: &[],
         killed_by: &["sinks.partial-output", "sinks.output", "sinks.lse"],
         apply: |p| {
-            p.sinks.in_partial = |lse, sink| alone(lse, sink).0;
+            p.sinks.in_partial = |lse, sink| (alone(lse, sink).0, lse);
             p.sinks.combine = |by, lses, _, weights| by(lses, weights);
         },
     },
@@ -42,7 +42,7 @@ pub(super) const FAULTS: &[Fault] = &[
         title: "gathered heads are given the sinks of the rank's own heads, again and again",
         class: FaultClass::HeadLayout,
         bugs: &["vllm#29487"],
-        killed_by: &["sinks.output", "sinks.lse"],
+        killed_by: &["sinks.output"],
         apply: |p| {
             p.sinks.of_group = |sinks, first, own, world, member| {
                 sinks[first + member * own..first + (member + 1) * own].repeat(world)
@@ -145,7 +145,6 @@ mod tests {
     fn wrong_counts_of_a_sink_are_wrong_as_their_titles_say() {
         let lses = [1.0, 2.0];
         assert_eq!(merged("sink-ignored", &lses, 0.5), right(&lses, f32::NEG_INFINITY));
-        assert_eq!(merged("sink-counted-by-every-rank", &lses, 0.5), right(&lses, 0.5 + 2f32.ln()));
         assert_eq!(merged("sink-not-shifted-by-the-maximum", &lses, 0.5), right(&lses, 2.5));
         let (lse, weights) = merged("sink-left-out-of-the-lse", &lses, 0.5);
         assert_eq!((lse, weights), (right(&lses, f32::NEG_INFINITY).0, right(&lses, 0.5).1));
@@ -154,7 +153,10 @@ mod tests {
         let empty = [2.0, f32::NEG_INFINITY];
         assert_eq!(merged(last, &empty, 0.5), right(&empty, f32::NEG_INFINITY));
         let partial = with("sink-in-partial-outputs-alone").sinks.in_partial;
-        assert_eq!(partial(1.0, 1.0), 0.5);
+        assert_eq!(partial(1.0, 1.0), (0.5, 1.0));
+        let counted = with("sink-counted-by-every-rank").sinks.in_partial;
+        assert_eq!(counted(1.0, 1.0), (0.5, 1.0 + 2f32.ln()));
+        assert_eq!(merged("sink-counted-by-every-rank", &lses, 0.5), right(&lses, f32::NEG_INFINITY));
         assert_eq!(merged("sink-in-partial-outputs-alone", &lses, 0.5), right(&lses, f32::NEG_INFINITY));
     }
 

@@ -10,6 +10,7 @@ mod selected;
 mod selection;
 mod sequence;
 mod shared_rows;
+mod sinks;
 mod stack;
 mod transfer;
 
@@ -61,6 +62,7 @@ pub fn trials() -> Vec<Trial> {
         Trial::new(|battery| battery.selections()),
         Trial::new(|battery| battery.layers_that_share()),
         Trial::new(|battery| battery.selected()),
+        Trial::new(|battery| battery.sinks()),
         Trial::new(|battery| battery.kda()),
         Trial::new(|battery| battery.stacks()),
         Trial::new(|battery| battery.draft_heads()),
@@ -236,7 +238,7 @@ impl Battery<'_> {
     }
 
     fn states(&mut self) {
-        let lses = [0.5, -1.0, f32::NEG_INFINITY, f32::INFINITY, 3.0, 80.0];
+        let lses = [0.5, -1.0, f32::NEG_INFINITY, f32::INFINITY, 3.0, 80.0, f32::NAN];
         let pairs: Vec<(f32, f32)> = lses.iter().flat_map(|a| lses.iter().map(move |b| (*a, *b))).collect();
         let lse = |pick: fn(&(f32, f32)) -> f32| -> Vec<f32> { pairs.iter().map(pick).collect() };
         let out = |seed: u64, lse: &[f32]| -> Vec<f32> {
