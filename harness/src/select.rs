@@ -1,6 +1,8 @@
 //! Which cases a command is about.
 
 mod atom;
+mod axis;
+mod choice;
 mod expression;
 mod glob;
 mod number;
@@ -19,7 +21,8 @@ use shardcheck_cases::Case;
 
 use crate::nearest::nearest;
 
-pub use atom::{Atom, Axis, ChoiceAxis, NumberAxis, NumberTest, TextAxis, TextTest, TruthAxis};
+pub use atom::{Atom, NumberTest, TextTest};
+pub use axis::{Axis, ChoiceAxis, NumberAxis, TextAxis, TruthAxis};
 pub use expression::{Expression, Subject};
 pub use parser::{ExpressionError, ExpressionErrorKind};
 pub use partition::{Partition, PartitionError};
