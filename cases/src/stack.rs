@@ -23,7 +23,7 @@ pub use selection::StackSelection;
 pub use slots::{StateTurn, state_turns};
 
 use crate::check::elements;
-use crate::id::Tokens;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step, Turn};
 
 /// Base of the rotary frequencies.
