@@ -12,6 +12,7 @@ mod cache;
 mod chunks;
 mod communicator;
 mod context;
+mod crew;
 mod derive;
 mod engine;
 mod experts;
