@@ -36,7 +36,7 @@ pub enum TableUse {
 }
 
 /// Decisions of a session as a whole.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SessionPolicies {
     /// Refuses a configuration that no rank could run.
     pub admit: fn(&Configuration) -> Result<(), String>,
@@ -74,7 +74,7 @@ impl SessionPolicies {
 }
 
 /// Every policy of the engine.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct Policies {
     /// Layout of the KV cache.
     pub layout: LayoutPolicies,
