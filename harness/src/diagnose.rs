@@ -226,7 +226,7 @@ impl Diagnosis {
         }
         let untried = if self.untried > 0 {
             format!(
-                ", {} not tried, or not on all cases, for want of time ({} of them name a property that was judged here); for a run, `shardcheck diagnose RUN --budget-s {}` tries all",
+                ", {} not tried, or not on all cases, for want of time (of these, {} name a property that was judged here); for a run, `shardcheck diagnose RUN --budget-s {}` tries all",
                 self.untried,
                 if self.likely_untried == 0 { "none".to_owned() } else { self.likely_untried.to_string() },
                 self.needed_s

@@ -280,6 +280,14 @@ fn exact_takes_whole_ids_and_refuses_one_that_no_case_has() {
 }
 
 #[test]
+fn a_whole_id_that_is_spelt_another_way_is_told_with_the_right_one() {
+    let known = ["pcp/head_tail.p2.owned/0+4", "pcp/head_tail.p8.owned/3+17"];
+    let selection = selection(&["--exact", "pcp/head_tail.p02.owned/0+4"]).unwrap();
+    let error = selection.check_exact(known).unwrap_err().to_string();
+    assert!(error.ends_with("did you mean \"pcp/head_tail.p2.owned/0+4\"?"), "{error}");
+}
+
+#[test]
 fn a_case_list_is_read_without_its_comments() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("cases.txt");
