@@ -8,6 +8,7 @@ use shardcheck_formats::Dtype;
 
 pub use inputs::{AcceptanceInputs, Enumeration, generate_acceptance};
 
+use crate::tokens::{keyed, number};
 use crate::{Body, Case, CaseError, Family, MAX_RANKS, MAX_REQUESTS, MergeCase, MergePattern, StateView};
 
 /// Most drafts of a request.
@@ -164,10 +165,6 @@ impl AcceptanceCase {
             [method, ranks, vocabulary, "onehot"] => (method, ranks, vocabulary, true),
             _ => return Err(format!("{sampler:?} is not METHOD.rRANKS.vTOKENS, such as block.r2.v17")),
         };
-        let keyed = |key: &str, text: &str| {
-            let number = text.strip_prefix(key).and_then(|number| number.parse::<usize>().ok());
-            number.ok_or_else(|| format!("{text:?} is not {key} with a whole number"))
-        };
         let pattern = pattern.parse()?;
         let mut case = Self {
             method: method.parse()?,
@@ -180,7 +177,7 @@ impl AcceptanceCase {
         for entry in batch.split('_').filter(|entry| *entry != "all") {
             let (one, count) = match entry.split_once('x') {
                 None => (entry, 1),
-                Some((one, count)) => (one, keyed("", count)?),
+                Some((one, count)) => (one, number("number of requests", count)?),
             };
             if count == 0 || case.requests.len().saturating_add(count) > MAX_REQUESTS {
                 return Err(format!("there may be 1 to {MAX_REQUESTS} requests"));

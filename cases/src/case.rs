@@ -10,10 +10,10 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::json::{list_for_object, read_json};
+use crate::json::{other_kind, read_as, read_json};
 use crate::{
-    AcceptanceCase, AttendPcpCase, CompressPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase, Probe,
-    RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, Workload,
+    AcceptanceCase, AttendPcpCase, CaseError, CompressPcpCase, IndexLayersCase, KdaCase, MoeCase, PcpCase,
+    Probe, RouteCase, SelectCase, SelectPcpCase, SelectedTokens, SequenceCase, StackCase, Workload,
 };
 
 /// Version of the case JSON. A reader refuses a version it does not know.
@@ -540,9 +540,8 @@ impl Case {
         if version != u64::from(CASE_SCHEMA_VERSION) {
             return Err(CaseError::Version { found: version });
         }
-        let case: Self = serde_json::from_value(value.clone()).map_err(|error| {
-            let message = error.to_string();
-            if message.contains("unknown variant") {
+        let case: Self = read_as(value.clone()).map_err(|message| {
+            if message.contains("unknown name") {
                 CaseError::UnknownValue(message)
             } else {
                 CaseError::Malformed(message)
@@ -551,40 +550,10 @@ impl Case {
         // values of an object in the order of its keys would be taken for it
         let canonical =
             serde_json::to_value(&case).map_err(|error| CaseError::Malformed(error.to_string()))?;
-        if let Some(place) = list_for_object(&value, &canonical) {
-            return Err(CaseError::Malformed(format!(
-                "`{place}` is a list, and an object stands there: give its values their keys"
-            )));
+        if let Some((place, why)) = other_kind(&value, &canonical) {
+            return Err(CaseError::Malformed(format!("`{place}` {why}")));
         }
         case.check()?;
         Ok(case)
     }
-}
-
-/// A case that can't be used, and what to do.
-#[derive(Debug, Clone, PartialEq, thiserror::Error)]
-pub enum CaseError {
-    /// Not the JSON of a case.
-    #[error("malformed case: {0}; `shardcheck explain case-json` shows the format")]
-    Malformed(String),
-    /// A name that is none of its axis; the text names the valid ones.
-    #[error("case has an unknown value: {0}")]
-    UnknownValue(String),
-    /// Written by another version.
-    #[error("case has schema version {found}, this program reads {CASE_SCHEMA_VERSION}: export it again")]
-    Version {
-        /// Version in the file.
-        found: u64,
-    },
-    /// A value contradicts another.
-    #[error("case is out of range: {0}")]
-    OutOfRange(String),
-    /// An id that does not parse.
-    #[error("case id {id:?} does not parse: {reason}; `shardcheck list` prints ids")]
-    Id {
-        /// The id.
-        id: String,
-        /// What is wrong with it.
-        reason: String,
-    },
 }

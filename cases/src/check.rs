@@ -113,21 +113,26 @@ fn check_selected(family: Family, case: &AttentionCase) -> Result<(), CaseError>
     match &case.selected {
         Some(tokens) if family == Family::AttendSelected => tokens.check(&case.configuration, &case.workload),
         None if family != Family::AttendSelected => Ok(()),
-        _ => out_of_range(format!("attend_selected has selected tokens and no other family, not {family}")),
+        None => out_of_range("attend_selected needs selected tokens".to_owned()),
+        Some(_) => out_of_range(format!("only attend_selected has selected tokens, not {family}")),
     }
 }
 
 /// First of all, because sums of widths are formed everywhere.
 fn check_widths(attention: Attention) -> Result<(), CaseError> {
     let widths = match attention {
-        Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim } => {
-            [kv_lora_rank, qk_rope_head_dim, v_head_dim]
+        Attention::Mla { kv_lora_rank, qk_rope_head_dim, v_head_dim } => [
+            ("kv_lora_rank", kv_lora_rank),
+            ("qk_rope_head_dim", qk_rope_head_dim),
+            ("v_head_dim", v_head_dim),
+        ],
+        Attention::Gqa { kv_heads, head_dim, v_head_dim } => {
+            [("kv_heads", kv_heads), ("head_dim", head_dim), ("v_head_dim", v_head_dim)]
         }
-        Attention::Gqa { kv_heads, head_dim, v_head_dim } => [kv_heads, head_dim, v_head_dim],
     };
-    match widths.into_iter().find(|width| !(1..=MAX_WIDTH).contains(width)) {
-        Some(width) => {
-            out_of_range(format!("{width} in {attention:?}; every number must be between 1 and {MAX_WIDTH}"))
+    match widths.into_iter().find(|(_, width)| !(1..=MAX_WIDTH).contains(width)) {
+        Some((name, width)) => {
+            out_of_range(format!("{name} is {width}; it must be between 1 and {MAX_WIDTH}"))
         }
         None => Ok(()),
     }

@@ -21,6 +21,7 @@
 //! ```
 //!
 //! Without `n`, a configuration gets [`default_blocks`], that of a sequence as many as its steps need at once; an id that a program prints always has it.
+//! Apart from that each case has one spelling, and another one is refused.
 
 use std::str::FromStr;
 
@@ -28,6 +29,7 @@ use shardcheck_engine::{Attention, CommBackend, Configuration, LaneOrder, RuleSe
 use shardcheck_formats::Dtype;
 
 use crate::sequence::{peak_blocks, read_steps, spell_steps};
+use crate::tokens::{Tokens, number};
 use crate::{
     AcceptanceCase, AttendPcpCase, AttentionCase, Body, CUSTOM_MODEL, Case, CaseError, CompressPcpCase,
     Family, IndexLayersCase, KdaCase, MergeCase, MergePattern, Model, MoeCase, PcpCase, Placement, Request,
@@ -145,8 +147,25 @@ impl FromStr for Case {
             Self::rules(known.clone())
         };
         case.check()?;
+        let right = case.id();
+        if !is_spelt(id, &right) {
+            return Err(CaseError::Spelling { id: id.to_owned(), right });
+        }
         Ok(case)
     }
+}
+
+/// Whether a text is the id of a case, with or without the number of blocks of its caches.
+fn is_spelt(given: &str, right: &str) -> bool {
+    let is_blocks = |token: &&str| token.strip_prefix('n').is_some_and(|n| n.parse::<usize>().is_ok());
+    let halves = |text: &str| text.split(['/', '~']).map(str::to_owned).collect::<Vec<_>>();
+    let without =
+        |right: &str| right.split('.').filter(|token| !is_blocks(token)).collect::<Vec<_>>().join(".");
+    let (given, right) = (halves(given), halves(right));
+    let is_half = |(given, right): (&String, &String)| {
+        given == right || (right.contains(".dcp") && *given == without(right))
+    };
+    given.len() == right.len() && given.iter().zip(&right).all(is_half)
 }
 
 /// An attention case, given the parts of its id.
@@ -283,86 +302,6 @@ fn spell_states(case: &MergeCase) -> String {
     tokens.join(".")
 }
 
-/// The dotted tokens of one part of an id; each may be taken once, and none may be left.
-pub(crate) struct Tokens {
-    rest: Vec<String>,
-}
-
-impl Tokens {
-    pub(crate) fn split(text: &str) -> Self {
-        let mut rest: Vec<String> = Vec::new();
-        for piece in text.split('.') {
-            match rest.last_mut() {
-                // every token starts with a letter, so a digit behind a dot is the fraction of a number
-                Some(last) if piece.starts_with(|c: char| c.is_ascii_digit()) => {
-                    last.push('.');
-                    last.push_str(piece);
-                }
-                _ => rest.push(piece.to_owned()),
-            }
-        }
-        Self { rest }
-    }
-
-    /// Takes the first token that `wanted` accepts.
-    pub(crate) fn take<T>(&mut self, wanted: impl Fn(&str) -> Option<T>) -> Option<T> {
-        let (index, value) = self
-            .rest
-            .iter()
-            .enumerate()
-            .find_map(|(index, token)| wanted(token).map(|value| (index, value)))?;
-        self.rest.remove(index);
-        Some(value)
-    }
-
-    pub(crate) fn take_number(&mut self, key: &str) -> Option<usize> {
-        self.take(|token| token.strip_prefix(key)?.parse().ok())
-    }
-
-    pub(crate) fn need_number(&mut self, key: &str) -> Result<usize, String> {
-        self.take_number(key).ok_or_else(|| format!("{key:?} with a whole number is missing"))
-    }
-
-    /// Takes the first token that names one of the values.
-    pub(crate) fn need<T: Copy>(
-        &mut self,
-        what: &str,
-        all: &[T],
-        name: fn(T) -> &'static str,
-    ) -> Result<T, String> {
-        self.take(|token| all.iter().copied().find(|value| name(*value) == token)).ok_or_else(|| {
-            let names: Vec<_> = all.iter().map(|value| name(*value)).collect();
-            format!("the {what} is missing: {}", names.join(", "))
-        })
-    }
-
-    pub(crate) fn take_flag(&mut self, name: &str) -> bool {
-        self.take(|token| (token == name).then_some(())).is_some()
-    }
-
-    fn take_exchange(&mut self) -> Result<(CommBackend, LaneOrder), String> {
-        let backend = self
-            .take(|token| CommBackend::ALL.into_iter().find(|backend| backend.name() == token))
-            .ok_or("the exchange is missing: ag_rs or a2a")?;
-        let lane_order = self.take(|token| LaneOrder::ALL.into_iter().find(|order| order.name() == token));
-        match (backend, lane_order) {
-            (CommBackend::A2a, None) => Err("the lane order of a2a is missing: hi_lo or lo_hi".to_owned()),
-            (_, lane_order) => Ok((backend, lane_order.unwrap_or(LaneOrder::HiLo))),
-        }
-    }
-
-    pub(crate) fn finish(self) -> Result<(), String> {
-        match self.rest.first() {
-            None => Ok(()),
-            Some(token) => Err(format!("{token:?} is unknown here or stands there twice")),
-        }
-    }
-}
-
-fn number<T: FromStr>(what: &str, text: &str) -> Result<T, String> {
-    text.parse().map_err(|_| format!("{what} {text:?} is not a whole number in range"))
-}
-
 fn named<T: Copy>(what: &str, all: &[T], name: fn(T) -> &'static str, text: &str) -> Result<T, String> {
     all.iter().copied().find(|value| name(*value) == text).ok_or_else(|| {
         let names: Vec<_> = all.iter().map(|value| name(*value)).collect();
@@ -406,6 +345,20 @@ pub(crate) fn read_workload(text: &str) -> Result<Workload, String> {
     Ok(Workload { requests, padded_rows, placement, chunk_budget_tokens })
 }
 
+/// Tokens of a virtual block, where both numbers are what [`Configuration::check`] takes: other sizes are counted in it.
+pub(crate) fn read_virtual_block(dcp: usize, block_size: usize) -> Result<usize, String> {
+    check_read("dcp", dcp)?;
+    check_read("b", block_size)?;
+    Ok(dcp * block_size)
+}
+
+fn check_read(name: &str, value: usize) -> Result<(), String> {
+    match (1..=Configuration::MOST).contains(&value) {
+        true => Ok(()),
+        false => Err(format!("{name} is {value}; it must be between 1 and {}", Configuration::MOST)),
+    }
+}
+
 /// The configuration and whether the output is latent; `blocks` gives their number for a virtual block where the text does not.
 pub(crate) fn read_configuration(
     model: &str,
@@ -424,9 +377,9 @@ pub(crate) fn read_configuration(
     let heads_per_rank = tokens.need_number("h")?;
     let interleave = tokens.need_number("s")?;
     let block_size = tokens.need_number("b")?;
-    let gathered_heads = heads_per_rank.checked_mul(dcp).ok_or("h · dcp is out of range")?;
-    let virtual_block =
-        block_size.checked_mul(dcp).filter(|tokens| *tokens > 0).ok_or("b · dcp is out of range")?;
+    let virtual_block = read_virtual_block(dcp, block_size)?;
+    check_read("h", heads_per_rank)?;
+    let gathered_heads = heads_per_rank * dcp;
     let blocks = tokens.take_number("n").map_or_else(|| blocks(virtual_block), Ok)?;
     let (kv_dtype, kv_scale) =
         tokens.take(read_cache_format).ok_or("the cache format is missing, such as bf16")?;

@@ -3,8 +3,8 @@
 use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Configuration, IndexSharing, IndexerType, Operation, SharingRule};
 
-use crate::id::Tokens;
 use crate::pcp::nothing;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family};
 
 /// Most layers of a model, and of its drafts.

@@ -10,6 +10,7 @@ use shardcheck_engine::{Configuration, KdaGate, KdaPlan, Operation, vocabulary};
 pub use inputs::{KdaInputs, KdaRow, KdaStep, generate_kda};
 
 use crate::pcp::nothing;
+use crate::tokens::keyed;
 use crate::{Body, Case, CaseError, Family, MAX_RANKS};
 
 /// Most rows of all steps together.
@@ -23,7 +24,7 @@ const MAX_KDA_STEPS: usize = 64;
 
 vocabulary! {
     /// How gates are drawn.
-    KdaPattern ("patterns") {
+    KdaPattern ("pattern of decays") {
         /// Gaussian inputs; decays that leave a state some tokens.
         Gaussian = "gaussian",
         /// Decays near 1: what happened long ago still counts.
@@ -235,11 +236,6 @@ impl KdaCase {
             steps: steps.collect::<Result<_, String>>()?,
         })
     }
-}
-
-fn keyed(key: &str, text: &str) -> Result<usize, String> {
-    let number = text.strip_prefix(key).and_then(|number| number.parse().ok());
-    number.ok_or_else(|| format!("{text:?} is not {key} with a whole number"))
 }
 
 /// `ROWS.nSLOT` of a new request, `ROWS.SLOT` of one that goes on in its slot; `-N` where N rows were rejected, `wSLOT` where it leaves

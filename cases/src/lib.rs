@@ -5,6 +5,7 @@ mod axes;
 mod case;
 mod check;
 pub mod covering;
+mod error;
 mod id;
 mod index_layers;
 mod inputs;
@@ -23,20 +24,21 @@ mod sparse;
 mod stack;
 mod stream;
 mod suites;
+mod tokens;
 mod workload;
 
 pub use acceptance::{
     AcceptanceCase, AcceptanceInputs, AcceptancePattern, DraftRequest, Enumeration, generate_acceptance,
 };
 pub use case::{
-    AttentionCase, Body, CASE_SCHEMA_VERSION, Case, CaseError, Family, MergeCase, MergePattern, RuleCase,
-    StateView,
+    AttentionCase, Body, CASE_SCHEMA_VERSION, Case, Family, MergeCase, MergePattern, RuleCase, StateView,
 };
 pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
+pub use error::CaseError;
 pub use id::default_blocks;
 pub use index_layers::IndexLayersCase;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};
-pub use json::read_json;
+pub use json::{read_as, read_json};
 pub use kda::{KdaCase, KdaInputs, KdaPattern, KdaRequest, KdaRow, KdaStep, generate_kda};
 pub use merge::{MergeInputs, active_segments, generate_merge};
 pub use models::{CUSTOM_MODEL, Model};

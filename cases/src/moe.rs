@@ -7,10 +7,10 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
-use crate::id::Tokens;
 use crate::pcp::nothing;
 use crate::route::{check_router, draw, read_router, spell_router, take_pattern};
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family, LogitPattern, MAX_RANKS};
 
 /// Most tokens of a case.
@@ -24,7 +24,7 @@ const MAX_TAGS: usize = 64;
 
 vocabulary! {
     /// What the weights of experts are.
-    ExpertWeights ("weights") {
+    ExpertWeights ("kind of weights") {
         /// Independent values.
         Random = "random",
         /// Every expert gives back what it gets.
@@ -163,13 +163,16 @@ impl MoeCase {
         let MoePlan { dp, pcp, tp, exchange, sharding, shared, activation } = self.plan;
         let ranks = dp.checked_mul(pcp).and_then(|ranks| ranks.checked_mul(tp)).unwrap_or(usize::MAX);
         if ranks == 0 || ranks > MAX_RANKS {
-            return fail(&format!("dp·pcp·tp must be between 1 and {MAX_RANKS}"));
+            return fail(&format!("dp·pcp·tp is {dp}·{pcp}·{tp}; it must be between 1 and {MAX_RANKS}"));
         }
         if self.dp_tokens.len() != dp
             || self.dp_tokens.iter().any(|tokens| *tokens > MAX_TOKENS)
             || self.tokens() > MAX_TOKENS
         {
-            return fail(&format!("tokens are given for each dp group, at most {MAX_TOKENS} in all"));
+            let (groups, tokens) = (self.dp_tokens.len(), &self.dp_tokens);
+            return fail(&format!(
+                "tokens are given for each of {dp} dp groups, at most {MAX_TOKENS} in all; here for {groups}: {tokens:?}"
+            ));
         }
         let widths = [self.hidden, self.inner, self.shared_inner];
         let size = self.experts.saturating_mul(self.hidden.saturating_mul(self.inner));
@@ -178,7 +181,9 @@ impl MoeCase {
             || widths.iter().any(|width| *width > MAX_WIDTH)
             || size > MAX_WEIGHTS
         {
-            return fail(&format!("widths are 1 to {MAX_WIDTH}, E·h·I at most {MAX_WEIGHTS}"));
+            return fail(&format!(
+                "h, i and j are {widths:?}, E·h·i is {size}; widths are 1 to {MAX_WIDTH} (j from 0), E·h·i at most {MAX_WEIGHTS}"
+            ));
         }
         if (shared == SharedExpert::None) != (self.shared_inner == 0) {
             return fail("a shared expert has a width j, and without one j is 0");
@@ -256,7 +261,7 @@ impl MoeCase {
             hidden: rest.need_number("h")?,
             inner: rest.need_number("i")?,
             shared_inner: rest.need_number("j")?,
-            weights: rest.need("weights", &ExpertWeights::ALL, ExpertWeights::name)?,
+            weights: rest.need("kind of weights", &ExpertWeights::ALL, ExpertWeights::name)?,
             logits: take_pattern(&mut rest)?,
         };
         rest.finish()?;
@@ -306,7 +311,7 @@ mod tests {
         let plain = "gathered.whole.linear.dp1.pcp2.tp2.none";
         for (plan, tokens, reason) in [
             ("gathered.whole.linear.dp0.pcp2.tp2.none", "n1.h8.i8.j0.random.ties", "dp·pcp·tp"),
-            (plain, "n1+2.h8.i8.j0.random.ties", "for each dp group"),
+            (plain, "n1+2.h8.i8.j0.random.ties", "for each of 1 dp groups"),
             (plain, "n1.h0.i8.j0.random.ties", "widths are"),
             (plain, "n1.h8.i8.j4.random.ties", "without one j is 0"),
             (plain, "n1.h8.i4.j0.identity.ties", "linear and square"),

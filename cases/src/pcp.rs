@@ -10,6 +10,7 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::Dtype;
 
+use crate::tokens::{keyed, number};
 use crate::{
     Body, Case, CaseError, Family, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MergeCase, MergePattern,
     StateView,
@@ -141,10 +142,6 @@ impl PcpCase {
             [strategy, world, decodes, extra] => (strategy, world, decodes, extra, false),
             _ => return Err(format!("{split:?} is not STRATEGY.pRANKS.DECODES, such as head_tail.p4.owned")),
         };
-        let keyed = |key: &str, text: &str| {
-            let number = text.strip_prefix(key).and_then(|number| number.parse::<usize>().ok());
-            number.ok_or_else(|| format!("{text:?} is not {key} with a whole number"))
-        };
         let mut case = Self {
             world: keyed("p", world)?,
             strategy: strategy.parse()?,
@@ -156,7 +153,7 @@ impl PcpCase {
         for entry in batch.split('_') {
             let (one, count) = match entry.split_once('x') {
                 None => (entry, 1),
-                Some((one, count)) => (one, count.parse().map_err(|_| format!("{entry:?} has no count"))?),
+                Some((one, count)) => (one, number("number of requests", count)?),
             };
             if count == 0 || case.requests.len().saturating_add(count) > MAX_REQUESTS {
                 return Err(format!("there may be 1 to {MAX_REQUESTS} requests"));

@@ -7,9 +7,9 @@ use shardcheck_engine::{
 };
 use shardcheck_formats::{Counter, Dtype};
 
-use crate::id::Tokens;
 use crate::pcp::nothing;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family, MAX_ROWS};
 
 /// Token ids of a hash table.

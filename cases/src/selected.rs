@@ -4,10 +4,10 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{Configuration, Operation, SlotList, vocabulary};
 
 use crate::check::elements;
-use crate::id::Tokens;
 use crate::inputs::blocks::place;
 use crate::sparse::MAX_TOP_K;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{CaseError, MAX_ELEMENTS, Workload};
 
 /// Of so many rows, one attends to no token where rows are ragged.

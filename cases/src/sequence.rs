@@ -218,7 +218,7 @@ impl SequenceCase {
             // that the blocks suffice is known: shared ones would be counted twice
             case.configuration.blocks += turn.blocks.iter().map(Vec::len).sum::<usize>();
             crate::check::check_attention(turn.kind.family(), &case)
-                .map_err(|error| CaseError::OutOfRange(format!("step {}: {error}", turn.step + 1)))?;
+                .map_err(|error| error.at_step(turn.step + 1))?;
         }
         Ok(())
     }

@@ -7,8 +7,9 @@ use shardcheck_engine::{Configuration, Operation, SelectionMode, Selector, SlotL
 use shardcheck_formats::Dtype;
 
 use crate::check::{check_workload, elements};
-use crate::id::{Tokens, read_workload, spell_workload};
+use crate::id::{read_virtual_block, read_workload, spell_workload};
 use crate::pcp::nothing;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family, MAX_ELEMENTS, MAX_RANKS, Workload, default_blocks};
 
 /// Formats of an indexer's queries and keys.
@@ -163,8 +164,7 @@ impl SelectCase {
         let mut tokens = Tokens::split(layout);
         let (tp, dcp) = (tokens.need_number("tp")?, tokens.need_number("dcp")?);
         let (interleave, block_size) = (tokens.need_number("s")?, tokens.need_number("b")?);
-        let virtual_block =
-            block_size.checked_mul(dcp).filter(|tokens| *tokens > 0).ok_or("b · dcp is out of range")?;
+        let virtual_block = read_virtual_block(dcp, block_size)?;
         let blocks = tokens.take_number("n").unwrap_or_else(|| default_blocks(&workload, virtual_block));
         tokens.finish()?;
         let pattern = pattern.parse()?;
@@ -218,7 +218,7 @@ mod tests {
             ("padded", "ragged", "list"),
             ("dcp2", "dcp3", "does not divide"),
             ("s2", "s3", "not a multiple"),
-            ("b8", "b0", "out of range"),
+            ("b8", "b0", "b is 0; it must be between 1 and"),
             ("n12", "n1", "needed ones"),
             ("12+3", "0+0", "query rows"),
             (".seq", ".seq.c4", "chunk budget"),

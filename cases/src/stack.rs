@@ -23,8 +23,8 @@ pub use selection::StackSelection;
 pub use slots::{StateTurn, state_turns};
 
 use crate::check::elements;
-use crate::id::Tokens;
-use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step};
+use crate::tokens::Tokens;
+use crate::{Body, Case, CaseError, Family, RunKind, SequenceCase, Step, Turn};
 
 /// Base of the rotary frequencies.
 const THETA: f64 = 10_000.0;
@@ -154,6 +154,14 @@ impl StackCase {
     /// Each step.
     pub fn operation(&self) -> Operation {
         Operation::Forward { plan: self.plan() }
+    }
+
+    /// The steps that are run, those of drafts included.
+    ///
+    /// # Errors
+    /// The first step that can't be taken, and why.
+    pub fn turns(&self, seed: u64) -> Result<Vec<Turn>, String> {
+        script::Script::of(self, seed)?.turns(seed)
     }
 
     /// What a session is opened with.

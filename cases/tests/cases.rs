@@ -38,11 +38,32 @@ fn an_id_says_everything_and_reads_back() {
 }
 
 #[test]
-fn equal_requests_are_counted_instead_of_repeated() {
-    let case: Case =
-        "decode/tiny-gqa/tp1.dcp1.h2.s1.b4.bf16.ag_rs/3+1_3+1_3+1_0+1.seq/gaussian/1".parse().unwrap();
-    assert!(case.id().contains("/3+1x3_0+1.seq/"), "{}", case.id());
-    assert_eq!(case.id().parse::<Case>().unwrap(), case);
+fn equal_requests_are_counted_and_an_id_that_repeats_them_is_refused_with_the_right_one() {
+    let repeated = "decode/tiny-gqa/tp1.dcp1.h2.s1.b4.bf16.ag_rs/3+1_3+1_3+1_0+1.seq/gaussian/1";
+    let Err(CaseError::Spelling { right, .. }) = repeated.parse::<Case>() else { panic!("it is taken") };
+    assert!(right.contains("/3+1x3_0+1.seq/"), "{right}");
+    assert_eq!(right.parse::<Case>().unwrap().id(), right);
+}
+
+#[test]
+fn a_number_has_one_spelling_and_tokens_have_one_order() {
+    for (from, to) in [
+        ("tp4", "tp04"),
+        ("tp4", "tp+4"),
+        ("tp4.dcp4", "dcp4.tp4"),
+        ("@0.02", "@2e-2"),
+        ("/7", "/007"),
+        ("n12", "n012"),
+    ] {
+        let other = VERIFY.replacen(from, to, 1);
+        match other.parse::<Case>() {
+            Err(error @ CaseError::Spelling { .. }) => assert!(error.to_string().contains(VERIFY), "{error}"),
+            read => panic!("{other}: {read:?}"),
+        }
+    }
+    // the one thing that may be left out: two virtual blocks that are needed, two that stay free, and the null block
+    let without = VERIFY.replacen(".n12", "", 1).parse::<Case>().unwrap();
+    assert_eq!(without.configuration().unwrap().blocks, 5);
 }
 
 #[test]

@@ -145,7 +145,7 @@ fn block_tables_share_no_block_leave_block_zero_alone_and_end_out_of_range() {
 #[test]
 fn placements_differ_and_a_descending_one_interleaves_requests() {
     let table = |placement: &str| {
-        inputs(&format!("decode/tiny-mla/tp2.dcp2.h2.s1.b4.bf16.a2a.hi_lo/23+1_23+1.{placement}/gaussian/1"))
+        inputs(&format!("decode/tiny-mla/tp2.dcp2.h2.s1.b4.bf16.a2a.hi_lo/23+1x2.{placement}/gaussian/1"))
             .block_table
     };
     let (sequential, shuffled, descending) = (table("seq"), table("shuf"), table("desc"));

@@ -28,7 +28,7 @@ pub use blind::{Disguise, Trial, blind};
 use budget::Budget;
 pub use evidence::Evidence;
 use fit::{Fit, fits_of, group};
-use order::likely_first;
+use order::{likely_first, names_any_of};
 pub use stored::{MOST_CASES, evidence_of};
 
 use crate::quiet::Quiet;
@@ -76,6 +76,12 @@ pub struct Diagnosis {
     pub ruled_out: usize,
     /// Faults that the time did not suffice for.
     pub untried: usize,
+    /// Those of them that name a property which was judged on these cases.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub likely_untried: usize,
+    /// Seconds that would have sufficed for all, by what those that were tried took; 0 where all were tried.
+    #[serde(default, skip_serializing_if = "is_zero_u64")]
+    pub needed_s: u64,
     /// Cases in which the engine ended (a crash, a lost device) instead of answering.
     #[serde(default, skip_serializing_if = "is_zero")]
     pub ended: usize,
@@ -103,7 +109,11 @@ fn diagnose_with(evidence: &[Evidence], budget: &Budget) -> Option<Diagnosis> {
     }
     let fits = fits_of(likely_first(&telling), &telling, budget);
     let is_whole = fits.iter().any(Fit::explains_all);
-    let untried = fits.iter().filter(|fit| !fit.is_decided(is_whole)).count();
+    let left: Vec<&Fit> = fits.iter().filter(|fit| !fit.is_decided(is_whole)).collect();
+    let untried = left.len();
+    let likely_untried = left.iter().filter(|fit| names_any_of(fit.fault, &telling)).count();
+    let tried = fits.iter().filter(|fit| fit.is_tried(&telling)).count();
+    let needed_s = needed(budget.spent(), tried, left.len());
     let fits: Vec<Fit> = fits.into_iter().filter(|fit| fit.explains() > 0).collect();
     let fitting = fits.len();
     let groups = group(fits, &telling);
@@ -117,6 +127,8 @@ fn diagnose_with(evidence: &[Evidence], budget: &Budget) -> Option<Diagnosis> {
         fitting,
         ruled_out: faults().len() - fitting - untried,
         untried,
+        likely_untried,
+        needed_s,
         ended: telling.iter().filter(|evidence| evidence.ended()).count(),
         tell_apart,
         elapsed_s: budget.elapsed().as_secs_f64(),
@@ -125,6 +137,21 @@ fn diagnose_with(evidence: &[Evidence], budget: &Budget) -> Option<Diagnosis> {
 
 fn is_zero(count: &usize) -> bool {
     *count == 0
+}
+
+fn is_zero_u64(count: &u64) -> bool {
+    *count == 0
+}
+
+/// Seconds for each thread that suffice for `left` faults behind `tried` ones that took `spent`: twice what they took each, rounded up to tens,
+/// since what is left is tried in the same time at most and a machine has slower moments.
+fn needed(spent: Duration, tried: usize, left: usize) -> u64 {
+    if left == 0 {
+        return 0;
+    }
+    let each = spent.as_secs_f64() / tried.max(1) as f64;
+    let seconds = 2.0 * each * (tried + left) as f64;
+    (seconds / 10.0).ceil().max(1.0) as u64 * 10
 }
 
 fn candidate(group: &[Fit], evidence: &[&Evidence]) -> Candidate {
@@ -187,8 +214,8 @@ impl Diagnosis {
             lines.push("no known fault fits: none of them gives the wrong answers that were seen".to_owned());
         } else if self.candidates.is_empty() {
             lines.push(format!(
-                "undecided: only {} known faults were tried and none of them fits",
-                self.ruled_out + self.fitting
+                "undecided: {} known faults were not tried, and none of the others fits",
+                self.untried
             ));
         }
         if self.fitting > self.candidates.len() {
@@ -199,8 +226,10 @@ impl Diagnosis {
         }
         let untried = if self.untried > 0 {
             format!(
-                ", {} not tried, or not on all cases, for want of time: `shardcheck diagnose` takes a run and a longer --budget-s",
-                self.untried
+                ", {} not tried, or not on all cases, for want of time (of these, {} name a property that was judged here); for a run, `shardcheck diagnose RUN --budget-s {}` tries all",
+                self.untried,
+                if self.likely_untried == 0 { "none".to_owned() } else { self.likely_untried.to_string() },
+                self.needed_s
             )
         } else {
             String::new()

@@ -57,9 +57,10 @@ pub struct Script {
 pub enum EmitError {
     /// A family that the script has no reference for.
     #[error(
-        "a script has a reference for {}, and {id} is of the family {family}: `shardcheck export DIR --case '{id}'` writes its inputs as files, and \
-         `shardcheck judge DIR` decides on what came back",
-        FAMILIES.map(Family::name).join(", ")
+        "a script holds what is allowed of each element, and that is fixed in advance for {}; this case is of the family {family}{}. Its inputs are written as files, whose \
+         answers `shardcheck judge inputs` decides on, by: shardcheck export inputs --case '{id}'",
+        FAMILIES.map(Family::name).join(", "),
+        if *family == Family::Stack { ", where each stage is judged by what the engine showed of the one before" } else { "" }
     )]
     NoReference {
         /// Case id.
@@ -69,7 +70,7 @@ pub enum EmitError {
     },
     /// A family that neither a script nor files can ask.
     #[error(
-        "{id} asks for settings, which a running engine answers and neither a script nor files can: `shardcheck replay '{id}'` asks it"
+        "this case asks for settings, which a running engine answers and neither a script nor files can; it is asked by: shardcheck replay '{id}'"
     )]
     Rules {
         /// Case id.

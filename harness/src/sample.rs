@@ -175,6 +175,8 @@ pub fn diagnosis() -> Diagnosis {
         fitting: 2,
         ruled_out: 120,
         untried: 0,
+        likely_untried: 0,
+        needed_s: 0,
         ended: 0,
         tell_apart: Some(CASE_ID.into()),
         elapsed_s: 1.5,

@@ -1,6 +1,8 @@
 //! Which cases a command is about.
 
 mod atom;
+mod axis;
+mod choice;
 mod expression;
 mod glob;
 mod number;
@@ -15,11 +17,12 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
-use shardcheck_cases::Case;
+use shardcheck_cases::{Case, CaseError};
 
 use crate::nearest::nearest;
 
-pub use atom::{Atom, Axis, ChoiceAxis, NumberAxis, NumberTest, TextAxis, TextTest, TruthAxis};
+pub use atom::{Atom, NumberTest, TextTest};
+pub use axis::{Axis, ChoiceAxis, NumberAxis, TextAxis, TruthAxis};
 pub use expression::{Expression, Subject};
 pub use parser::{ExpressionError, ExpressionErrorKind};
 pub use partition::{Partition, PartitionError};
@@ -230,10 +233,17 @@ impl Selection {
         let known: BTreeSet<&str> = known.into_iter().collect();
         match self.exact.iter().find(|id| !known.contains(id.as_str())) {
             None => Ok(()),
-            Some(id) => Err(SelectError::UnknownId {
-                id: id.clone(),
-                nearest: nearest(id, known.iter().copied()).map(str::to_owned),
-            }),
+            Some(id) => {
+                // what reads as a case under another id is that one
+                let read = match id.parse::<Case>() {
+                    Ok(case) => Some(case.id()),
+                    Err(CaseError::Spelling { right, .. }) => Some(right),
+                    Err(_) => None,
+                };
+                let read = read.filter(|right| known.contains(right.as_str()));
+                let nearest = || nearest(id, known.iter().copied()).map(str::to_owned);
+                Err(SelectError::UnknownId { id: id.clone(), nearest: read.or_else(nearest) })
+            }
         }
     }
 

@@ -22,7 +22,7 @@ const DECODE: &str =
 const VERIFY: &str =
     "verify/tiny-mla/tp4.dcp2.h2.s2.b8.n12.e4m3fn@0.5.ag_rs.qrep/12+3_0+0_7+2.pad2.shuf/cold/7";
 const CONTEXT: &str =
-    "context/tiny-mla/tp2.dcp2.h2.s4.b8.n10.bf16.ag_rs.lat.qrep/12+4_0+3_30+2.shuf.c16/gaussian/7";
+    "context/tiny-mla/tp2.dcp2.h2.s4.b8.n10.bf16.ag_rs.qrep.lat/12+4_0+3_30+2.shuf.c16/gaussian/7";
 const MERGE: &str = "merge_partials/w3.t4.h2.d16.bf16.a2a.hi_lo/some_empty/sliced/7";
 const ATTENTION: [&str; 3] = [DECODE, VERIFY, CONTEXT];
 /// Far longer than a step of these cases takes.

@@ -6,7 +6,8 @@ use shardcheck_formats::Dtype;
 
 use super::PcpCase;
 use crate::check::{check_attention, elements};
-use crate::id::{Tokens, read_cache_format, read_configuration, spell_configuration};
+use crate::id::{read_cache_format, read_configuration, spell_configuration};
+use crate::tokens::Tokens;
 use crate::{
     AttentionCase, Body, Case, CaseError, Family, Inputs, Placement, Probe, Request, Workload,
     default_blocks, generate,

@@ -6,8 +6,8 @@ use shardcheck_formats::Dtype;
 
 use super::PcpCase;
 use crate::check::elements;
-use crate::id::Tokens;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{Body, Case, CaseError, Family};
 
 /// Most tokens of a block, and most columns of an entry.

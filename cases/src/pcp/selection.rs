@@ -6,7 +6,7 @@ use shardcheck_formats::Dtype;
 
 use super::PcpCase;
 use crate::check::elements;
-use crate::id::Tokens;
+use crate::tokens::Tokens;
 use crate::{
     Body, Case, CaseError, Family, IndexPattern, Placement, Request, SelectCase, Workload, default_blocks,
 };

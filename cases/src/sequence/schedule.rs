@@ -12,7 +12,7 @@ use super::{
     Import, MAX_SEQUENCE_REQUESTS, MAX_SEQUENCE_TOKENS, MAX_STEPS, NewTokens, RunKind, SequenceCase, Step,
 };
 use crate::stream::Stream;
-use crate::{AttentionCase, Placement, Probe, Request, Workload};
+use crate::{AttentionCase, MAX_TOKENS, Placement, Probe, Request, Workload};
 
 /// One run of the engine, with everything that the scheduler decided for it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -213,8 +213,10 @@ impl Scheduler {
             chunk_budget_tokens,
             imports: std::mem::take(&mut self.imports),
         };
-        if (kind == RunKind::Prefill) != (chunk_budget_tokens > 0) {
-            return Err("a prefill, and nothing else, has a chunk budget of at least one token".to_owned());
+        if (kind == RunKind::Prefill) != (chunk_budget_tokens > 0) || chunk_budget_tokens > MAX_TOKENS {
+            return Err(format!(
+                "a prefill, and nothing else, has a chunk budget of at least one token and {MAX_TOKENS} at most"
+            ));
         }
         for NewTokens { request, tokens } in batch {
             if turn.requests.contains(request) {
@@ -256,12 +258,12 @@ impl Scheduler {
 
     fn append(&mut self, request: usize, tokens: usize) -> Result<(), String> {
         let mut held = self.held.get(&request).cloned().unwrap_or_default();
-        let total = held.cached + tokens;
-        if self.next_token as usize + tokens > MAX_SEQUENCE_TOKENS {
+        if tokens > MAX_SEQUENCE_TOKENS || self.next_token as usize + tokens > MAX_SEQUENCE_TOKENS {
             return Err(format!(
                 "request {request} takes the sequence beyond {MAX_SEQUENCE_TOKENS} tokens in all"
             ));
         }
+        let total = held.cached + tokens;
         while held.blocks.len() < total.div_ceil(self.virtual_block_tokens) {
             if self.free.is_empty() && self.grows {
                 self.free.push(self.owners.len() as i32 + 1);
@@ -303,7 +305,7 @@ impl Scheduler {
                 "request {request} exists, or its number is too large, and can't begin with a prefix"
             ));
         }
-        let tokens = blocks * self.virtual_block_tokens;
+        let tokens = blocks.saturating_mul(self.virtual_block_tokens);
         let from = self.held.get(&source).ok_or_else(|| unknown(source))?;
         if blocks == 0 || from.cached < tokens {
             let cached = from.cached;

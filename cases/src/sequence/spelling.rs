@@ -73,7 +73,13 @@ fn spell_step(step: &Step) -> String {
 /// # Errors
 /// The step that is none.
 pub(crate) fn read_steps(text: &str) -> Result<Vec<Step>, String> {
-    text.split('_').map(|step| read_step(step).ok_or_else(|| format!("{step:?} is no step"))).collect()
+    let none = |step: &str| {
+        format!(
+            "{step:?} is no step, such as p0+12.c64, d0,1.pad2, v0+4, b0+4, r0-2, h1=0x2, f0 or e0 (numbers up to {})",
+            crate::MAX_TOKENS
+        )
+    };
+    text.split('_').map(|step| read_step(step).ok_or_else(|| none(step))).collect()
 }
 
 fn read_step(text: &str) -> Option<Step> {

@@ -8,8 +8,8 @@ use shardcheck_formats::{Dtype, round_bf16};
 
 use super::{MAX_STACK_WIDTH, StackCase};
 use crate::CaseError;
-use crate::id::Tokens;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 
 /// Layers of a stack that have experts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]

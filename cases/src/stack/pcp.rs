@@ -4,7 +4,7 @@ use shardcheck_engine::{PcpDecodes, PcpStrategy, StackPcp};
 
 use super::script::Script;
 use super::{StackCase, StackTurn};
-use crate::id::Tokens;
+use crate::tokens::Tokens;
 use crate::{CaseError, RunKind, Turn};
 
 /// Most ranks.

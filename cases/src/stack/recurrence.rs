@@ -5,8 +5,8 @@ use shardcheck_engine::{KdaGate, KdaPlan, LayerKind, LayerPattern, Tensor, Tenso
 use shardcheck_formats::{Dtype, round_bf16};
 
 use super::{StackCase, StackSelection};
-use crate::id::Tokens;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{CaseError, Step};
 
 /// Widest head, most taps and longest chunk.
@@ -152,17 +152,17 @@ impl StackCase {
             return fail("there are sizes of recurrent layers, and none in the pattern".to_owned());
         }
         let StackRecurrence { heads, value_heads, key_dim, value_dim, taps, chunk, drafts, .. } = own;
-        for (name, value) in [
-            ("qh", heads),
-            ("vh", value_heads),
-            ("qd", key_dim),
-            ("vd", value_dim),
-            ("t", taps),
-            ("c", chunk),
-            ("u", drafts + 1),
+        for (name, value, least) in [
+            ("qh", heads, 1),
+            ("vh", value_heads, 1),
+            ("qd", key_dim, 1),
+            ("vd", value_dim, 1),
+            ("t", taps, 1),
+            ("c", chunk, 1),
+            ("u", drafts, 0),
         ] {
-            if value == 0 || value > MAX_WIDTH {
-                return fail(format!("{name} is {value}; it must be between 1 and {MAX_WIDTH}"));
+            if value < least || value > MAX_WIDTH {
+                return fail(format!("{name} is {value}; it must be between {least} and {MAX_WIDTH}"));
             }
         }
         let tp = self.configuration().tp;

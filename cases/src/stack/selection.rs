@@ -4,9 +4,9 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{LayerKind, SlotList, Tensor};
 
 use super::StackCase;
-use crate::id::Tokens;
 use crate::sparse::MAX_TOP_K;
 use crate::stream::Stream;
+use crate::tokens::Tokens;
 use crate::{CaseError, Turn};
 
 /// Tokens that rows attend to in layers that have some named.

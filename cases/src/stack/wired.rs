@@ -106,7 +106,12 @@ pub(super) fn check(case: &StackCase) -> Result<(), String> {
                 .to_owned(),
         ),
         (
-            case.session.steps.len() + (wiring.drafts + 1) * wiring.rounds < MAX_STEPS,
+            wiring
+                .drafts
+                .saturating_add(1)
+                .saturating_mul(wiring.rounds)
+                .saturating_add(case.session.steps.len())
+                < MAX_STEPS,
             format!("fewer than {MAX_STEPS} steps when tokens are made one by one"),
         ),
     ] {

@@ -127,6 +127,50 @@ pub(super) const FAULTS: &[BoundaryFault] = &[
         }),
     },
     BoundaryFault {
+        name: "layer-rows-of-ranks-exchanged",
+        title: "the rows that ranks of prefill context parallelism run through the layers are shown one rank late",
+        touches: "rows",
+        killed_by: &["stack.pcp-rows"],
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "rows", |rows| rolled(rows, 0))),
+    },
+    BoundaryFault {
+        name: "padding-shown-as-a-row",
+        title: "the padding of a rank of prefill context parallelism is shown as the batch's first row",
+        touches: "rows",
+        killed_by: &["stack.pcp-rows"],
+        tamper: Tamper::Reply(|_, reply, _| {
+            returned(reply, "rows", |rows| counted(rows, |at, all| all[at].max(0)));
+        }),
+    },
+    BoundaryFault {
+        name: "rows-reach-the-head-one-late",
+        title: "the rows that the head gets of all ranks come one row late",
+        touches: "restored",
+        killed_by: &["stack.restored"],
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "restored", |rows| rolled(rows, 1))),
+    },
+    BoundaryFault {
+        name: "the-last-row-does-not-reach-the-head",
+        title: "the last row that the head gets of all ranks is zeros",
+        touches: "restored",
+        killed_by: &["stack.restored"],
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "restored", |rows| without_last(rows, 1))),
+    },
+    BoundaryFault {
+        name: "gates-of-heads-exchanged",
+        title: "the weights of the gates of attention's first two outputs are handed over exchanged",
+        touches: "w_output_gate",
+        killed_by: &["stack.gate"],
+        tamper: Tamper::Inputs(|_, inputs| given(inputs, "w_output_gate", |gates| exchanged(gates, 1, 0, 1))),
+    },
+    BoundaryFault {
+        name: "gated-rows-exchanged",
+        title: "what stands behind the gate of attention comes back one row late",
+        touches: "gated",
+        killed_by: &["stack.gate"],
+        tamper: Tamper::Reply(|_, reply, _| returned(reply, "gated", |rows| rolled(rows, 2))),
+    },
+    BoundaryFault {
         name: "layer-states-of-the-step-before",
         title: "the states that a stack shows behind a step are those behind the step before it",
         touches: "kda_state",

@@ -11,8 +11,11 @@ const PATIENCE: u32 = 6;
 /// What is left to spend: seconds of processor time on each thread that works, or a number of tries.
 #[derive(Debug)]
 pub struct Budget {
-    /// Processor time of this program at which it is used up.
+    /// Processor time of this program when it was made, and at which it is used up.
+    began_at: Duration,
     used_up_at: Duration,
+    /// Threads that work.
+    threads: u32,
     /// Time on the clock at which it ends whatever was used.
     ends_at: Option<Instant>,
     /// Tries that are left; `usize::MAX` where time alone counts.
@@ -24,9 +27,11 @@ impl Budget {
     /// `seconds` of processor time on each of the threads that work at the moment.
     pub fn of(seconds: Duration) -> Self {
         let threads = u32::try_from(rayon::current_num_threads()).unwrap_or(u32::MAX);
-        let started = Instant::now();
+        let (started, began_at) = (Instant::now(), processor_time());
         Self {
-            used_up_at: processor_time().saturating_add(seconds.saturating_mul(threads)),
+            began_at,
+            used_up_at: began_at.saturating_add(seconds.saturating_mul(threads)),
+            threads,
             ends_at: started.checked_add(seconds.saturating_mul(PATIENCE)),
             tries: AtomicUsize::new(usize::MAX),
             started,
@@ -53,6 +58,12 @@ impl Budget {
     /// Whether it is used up.
     pub fn is_up(&self) -> bool {
         processor_time() >= self.used_up_at || self.ends_at.is_some_and(|end| Instant::now() >= end)
+    }
+
+    /// Processor time of each thread since it was made, or the share of its limit on the clock that has passed, if that is more.
+    pub fn spent(&self) -> Duration {
+        let worked = processor_time().saturating_sub(self.began_at) / self.threads.max(1);
+        worked.max(self.elapsed() / PATIENCE)
     }
 
     /// Time on the clock since it was made.

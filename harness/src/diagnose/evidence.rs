@@ -132,9 +132,10 @@ impl Evidence {
             .any(|session| is_end(&session.opened) || session.steps.iter().any(|step| is_end(&step.answer)))
     }
 
-    /// Whether trying a fault on this evidence could show anything: ranks that wait for ever give a timeout, and nothing else does.
+    /// Whether trying a fault on this evidence could show anything: ranks that wait for ever give a timeout, and nothing else does; where no
+    /// question asks what the fault changes, every answer is the healthy engine's.
     pub fn concerns(&self, fault: &Fault) -> bool {
-        self.hangs == (fault.class == FaultClass::Hang)
+        self.hangs == (fault.class == FaultClass::Hang) && is_asked(&self.recording, fault)
     }
 
     /// Tries a fault: `None` when the engine with that one fault does not give the wrong answers that were seen.
@@ -312,6 +313,14 @@ impl Evidence {
             .map(|step| (Place::Step(session, step), part("answer", false, false)));
         [(Place::Open(session), part("answer", opened, opened))].into_iter().chain(missing).collect()
     }
+}
+
+/// Whether a question of the recording asks what the fault changes.
+pub(super) fn is_asked(recording: &Recording, fault: &Fault) -> bool {
+    let mut steps = recording.sessions.iter().flat_map(|session| &session.steps);
+    !recording.sessions.is_empty() && fault.is_asked_at_opening()
+        || steps.any(|step| fault.is_asked_in(&step.operation))
+        || !recording.validations.is_empty() && fault.is_asked_by_rules()
 }
 
 fn features(validation: &Validation) -> Vec<&str> {

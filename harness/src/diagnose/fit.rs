@@ -33,8 +33,8 @@ pub(super) fn fits_of(order: Vec<&'static Fault>, evidence: &[&Evidence], budget
     let mut fits: Vec<Fit> = order.into_iter().map(untried).collect();
     in_turn(&mut fits, &|fit| {
         for (case, evidence) in evidence.iter().enumerate() {
-            // what explains one case is worth the time that the others take
-            let is_paid = case > 0 || budget.take();
+            // what explains one case is worth the time that the others take; what can't show in it takes none
+            let is_paid = case > 0 || !evidence.concerns(fit.fault) || budget.take();
             if !is_paid || !matches!(fit.try_case(case, evidence), Tried::Like(_)) {
                 break;
             }
@@ -43,7 +43,7 @@ pub(super) fn fits_of(order: Vec<&'static Fault>, evidence: &[&Evidence], budget
     if !fits.iter().any(Fit::explains_all) {
         in_turn(&mut fits, &|fit| {
             for (case, evidence) in evidence.iter().enumerate() {
-                if fit.cases[case] == Tried::Not && budget.take() {
+                if fit.cases[case] == Tried::Not && (!evidence.concerns(fit.fault) || budget.take()) {
                     fit.try_case(case, evidence);
                 }
             }
@@ -95,6 +95,12 @@ impl Fit {
         self.explains() > 0
             || is_whole && self.cases[0] != Tried::Not
             || self.cases.iter().all(|case| *case != Tried::Not)
+    }
+
+    /// Whether time was spent on it.
+    pub fn is_tried(&self, evidence: &[&Evidence]) -> bool {
+        let pairs = self.cases.iter().zip(evidence);
+        pairs.into_iter().any(|(case, evidence)| *case != Tried::Not && evidence.concerns(self.fault))
     }
 
     pub fn is_exact(&self) -> bool {

@@ -30,6 +30,14 @@ pub(super) fn likely_first(telling: &[&Evidence]) -> Vec<&'static Fault> {
     order.into_iter().map(|(_, fault)| fault).collect()
 }
 
+/// Whether the fault names a property that was judged on any of the cases.
+pub(super) fn names_any_of(fault: &Fault, telling: &[&Evidence]) -> bool {
+    let of_case = |evidence: &&Evidence| {
+        properties::of(&evidence.case).any(|property| fault.killed_by.contains(&property.id))
+    };
+    telling.iter().any(of_case)
+}
+
 /// Weighted share of what failed or could have in what failed and is named, and a bonus for the stage.
 fn of_case(fault: &Fault, evidence: &Evidence, judged: &[&str]) -> f64 {
     let failed = |id: &str| evidence.properties.iter().any(|failed| failed == id);

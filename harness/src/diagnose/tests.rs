@@ -1,17 +1,21 @@
 //! Tests of the diagnosis.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use shardcheck_cases::{Case, Family, SuiteName, suite};
+use rayon::prelude::*;
+use shardcheck_cases::{Body, Case, Family, SuiteName, suite};
 use shardcheck_cpu::hostile::{Hostility, hostile};
 use shardcheck_cpu::{CpuEngine, Fault, fault, faults};
-use shardcheck_engine::Engine;
+use shardcheck_engine::{Answer, Engine};
 
 use super::budget::Budget;
+use super::evidence::is_asked;
+use super::replay::play;
 use super::{Diagnosis, Disguise, Evidence, Trial, blind, diagnose, diagnose_with};
 use crate::boundary::{Tampered, boundary_fault};
 use crate::guard::Guarded;
-use crate::recording::Recorder;
+use crate::recording::{Answered, Recorder, Recording};
 use crate::run::judge_case;
 use crate::status::Status;
 
@@ -127,9 +131,80 @@ fn a_fault_that_ends_the_embedded_engine_explains_its_end() {
 fn time_that_is_up_is_told_and_faults_that_were_not_tried_are_not_ruled_out() {
     let engine = CpuEngine::with_fault(fault("local-causal-trim").unwrap());
     let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
-    let found = diagnose(&[evidence(&case, &engine).unwrap()], Duration::ZERO).unwrap();
-    assert_eq!((found.untried, found.ruled_out), (faults().len(), 0));
-    assert!(found.lines()[0].starts_with("undecided: only 0 known faults"), "{:?}", found.lines());
+    let evidence = [evidence(&case, &engine).unwrap()];
+    let found = diagnose(&evidence, Duration::ZERO).unwrap();
+    // what no question asks is ruled out without being tried
+    let asked = faults().iter().filter(|fault| evidence[0].concerns(fault)).count();
+    assert_eq!((found.untried, found.ruled_out), (asked, faults().len() - asked));
+    let lines = found.lines();
+    assert!(lines[0].starts_with(&format!("undecided: {asked} known faults were not tried")), "{lines:?}");
+    assert!(0 < found.likely_untried && found.likely_untried < asked, "{found:?}");
+    assert!(lines[1].contains("name a property that was judged here"), "{lines:?}");
+    assert!(lines[1].contains(&format!("--budget-s {}`", found.needed_s)), "{lines:?}");
+}
+
+#[test]
+fn the_seconds_that_are_said_to_suffice_are_twice_what_all_take_at_the_pace_so_far() {
+    let seconds = |spent: u64, tried, left| super::needed(Duration::from_secs(spent), tried, left);
+    assert_eq!(seconds(5, 100, 0), 0);
+    // 50 ms each, 200 of them, twice
+    assert_eq!(seconds(5, 100, 100), 20);
+    assert_eq!(seconds(5, 80, 520), 80);
+    // nothing was tried: no pace is known, and no less than a budget is said
+    assert_eq!(seconds(0, 0, 600), 10);
+}
+
+/// Of each family the smallest case of the gate; of stacks one of each kind.
+fn one_of_each_kind() -> Vec<Case> {
+    let mut cases = suite(SuiteName::Gate, 1);
+    cases.sort_by_key(crate::shrink::work);
+    let mut kinds = BTreeSet::new();
+    let kind = |case: &Case| match &case.body {
+        Body::Stack(stack) => (
+            case.family,
+            stack.wiring.is_some(),
+            stack.pcp.is_some(),
+            stack.pattern.is_some() || stack.mixture.is_some(),
+        ),
+        _ => (case.family, false, false, false),
+    };
+    cases.retain(|case| kinds.insert(kind(case)));
+    cases
+}
+
+#[test]
+fn a_fault_that_no_question_asks_gives_the_answers_of_the_healthy_engine() {
+    let healthy = shardcheck_cpu::engine();
+    let cases = one_of_each_kind();
+    assert!(cases.len() > Family::ALL.len(), "{}", cases.len());
+    let skipped: usize = cases
+        .par_iter()
+        .map(|case| {
+            let recorder = Recorder::new(&healthy);
+            judge_case(case, &recorder, &|_| true);
+            let recording = recorder.recording();
+            let unasked = faults().iter().filter(|fault| !is_asked(&recording, fault));
+            unasked
+                .inspect(|fault| same_answers(&CpuEngine::with_fault(fault), &recording, fault.name, case))
+                .count()
+        })
+        .sum();
+    assert!(skipped > cases.len() * faults().len() / 3, "{skipped}");
+}
+
+fn same_answers(engine: &CpuEngine, recording: &Recording, name: &str, case: &Case) {
+    for record in &recording.sessions {
+        let played = play(engine, record);
+        for (step, (answer, _)) in record.steps.iter().zip(&played.steps) {
+            assert!(*answer == step.answer, "{name} on {}: {:?}", case.id(), step.operation);
+        }
+        assert_eq!(played.steps.len(), record.steps.len(), "{name} on {}", case.id());
+    }
+    for record in &recording.validations {
+        let answer = engine.validate(record.rules, &record.settings);
+        let Ok(Answer::Done(answer)) = answer else { continue };
+        assert!(Answered::Done(answer) == record.answer, "{name} on {}", case.id());
+    }
 }
 
 #[test]
@@ -198,12 +273,13 @@ fn a_budget_is_spent_on_the_likeliest_faults_first_on_any_number_of_threads() {
     let case = "verify/tiny-mla/tp2.dcp2.h2.s1.b4.n8.bf16.ag_rs/6+3.seq/gaussian/7".parse().unwrap();
     let evidence = [evidence(&case, &engine).unwrap()];
     let order = super::likely_first(&[&evidence[0]]);
+    let order: Vec<_> = order.into_iter().filter(|fault| evidence[0].concerns(fault)).collect();
     let place = order.iter().position(|fault| fault.name == "committed-prefix-rows").unwrap();
     for threads in [1, 4] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let within =
             |tries: usize| pool.install(|| diagnose_with(&evidence, &Budget::of_tries(tries))).unwrap();
-        assert_eq!(within(place).untried, faults().len() - place, "{threads} threads");
+        assert_eq!(within(place).untried, order.len() - place, "{threads} threads");
         let found = within(place + 1);
         assert_eq!(found.candidates[0].fault, "committed-prefix-rows", "{threads} threads: {found:?}");
     }

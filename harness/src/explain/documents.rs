@@ -7,10 +7,14 @@ use super::{Table, axes};
 use crate::select::Expression;
 
 /// Expressions that `explain filter-expressions` and docs/selection.md show, with what they select.
-const EXAMPLES: [(&str, &str); 7] = [
+const EXAMPLES: [(&str, &str); 8] = [
     ("family(verify) & world(>=4)", "verification over four ranks or more"),
     ("probe(cold | hot) & not model(tiny-mla)", "two probes, but not on that model"),
     ("kv(e4m3fn) & (q(1) | padded(>0))", "an fp8 cache, with one row a request or with graph padding"),
+    (
+        "pcp(2) & strategy(zigzag | head_tail)",
+        "two ranks of prefill context parallelism in one of two splits: batches by themselves and whole transformers",
+    ),
     (
         "tokens(1000..=4000) & backend(a2a)",
         "contexts of a thousand to four thousand tokens, merged by all-to-all",

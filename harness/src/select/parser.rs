@@ -3,6 +3,7 @@
 use std::fmt;
 use std::ops::Range;
 
+use super::axis::meant_by;
 use super::{Atom, Axis, Expression, NumberTest, TextAxis, TextTest};
 use crate::nearest::nearest;
 
@@ -98,7 +99,8 @@ impl fmt::Display for ExpressionErrorKind {
             Self::ExpectedAtom => f.write_str("an axis such as family(verify) is expected here"),
             Self::ExpectedOperator => f.write_str("`&`, `|` or the end is expected here"),
             Self::UnknownAxis { name } => {
-                write!(f, "unknown axis {name:?}{}", meant(name, Axis::ALL.map(Axis::name).to_vec()))
+                let meant = meant_by(name).map_or_else(String::new, |own| format!("; did you mean {own:?}?"));
+                write!(f, "unknown axis {name:?}{meant}")
             }
             Self::ExpectedValues { axis } => {
                 write!(f, "{0} takes its value in parentheses: {0}(…)", axis.name())

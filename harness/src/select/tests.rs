@@ -280,6 +280,14 @@ fn exact_takes_whole_ids_and_refuses_one_that_no_case_has() {
 }
 
 #[test]
+fn a_whole_id_that_is_spelt_another_way_is_told_with_the_right_one() {
+    let known = ["pcp/head_tail.p2.owned/0+4", "pcp/head_tail.p8.owned/3+17"];
+    let selection = selection(&["--exact", "pcp/head_tail.p02.owned/0+4"]).unwrap();
+    let error = selection.check_exact(known).unwrap_err().to_string();
+    assert!(error.ends_with("did you mean \"pcp/head_tail.p2.owned/0+4\"?"), "{error}");
+}
+
+#[test]
 fn a_case_list_is_read_without_its_comments() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("cases.txt");
@@ -410,6 +418,83 @@ proptest! {
     fn no_text_makes_the_parser_panic(text in "[a-z(|)&! \"/~=0-9é.<>]{0,40}") {
         if let Err(error) = Expression::parse(&text) {
             prop_assert!(error.to_string().contains('^'));
+        }
+    }
+}
+
+/// A stack over ranks of prefill context parallelism, whose first step is padded.
+const STACK: &str = "stack/l3.h24.i20.v37.sharded.e6.k2.d1.pcp2.head_tail.owned/tiny-mla/tp4.dcp2.h1.s2.b4.n9.bf16.a2a.hi_lo/x/v0+9,1+3.pad2_d0,1/7";
+
+#[test]
+fn a_case_of_every_family_is_found_by_its_ranks_sizes_and_split() {
+    for (id, expression) in [
+        (
+            STACK,
+            "pcp(2) & dcp(2) & tp(4) & strategy(head_tail) & decodes(owned) & stream(sharded) & wired(false)",
+        ),
+        (STACK, "layers(3) & experts(6) & topk(2) & drafts(0) & padded(2) & steps(2)"),
+        (STACK, "q(9) & rows(14) & requests(2) & tokens(10)"),
+        (
+            "stack/l2.h40.i9.v8.whole.wired.m3.r2/tiny-mla/mla24+8v12.tp2.dcp2.h1.s1.b2.n40.bf16.ag_rs/drafts/v0+5,1+6/7",
+            "wired(true) & drafts(3) & steps(3) & pcp(1) & experts(0) & not topk(>=0)",
+        ),
+        (
+            "pcp/zigzag.p2.replicated.pad3/0+4_3+0",
+            "pcp(2) & world(2) & strategy(zigzag) & padded(3) & not dcp(>=0)",
+        ),
+        (
+            "attend_pcp/zigzag.p2.replicated/0+11_3+5/tiny-mla/tp2.dcp2.h2.s1.b8.n9.bf16.ag_rs/shuf.bf16/gaussian/1",
+            "pcp(2) & dcp(2) & strategy(zigzag) & decodes(replicated) & world(2)",
+        ),
+        (
+            "select_sparse/exact.padded.k8.i4.d16.bf16/tp4.dcp2.s2.b8.n12/12+3_0+1.pad2.shuf/random/1",
+            "selected(8) & dcp(2) & pattern(random) & placement(shuf) & padded(2)",
+        ),
+        (
+            "sequence/tiny-mla/tp2.dcp2.h1.s1.b2.n40.bf16.ag_rs/x/p0+12.c64_d0.pad3/1",
+            "dcp(2) & padded(3) & steps(2) & tokens(13) & q(12)",
+        ),
+    ] {
+        let case: Case = id.parse().unwrap_or_else(|error| panic!("{error}"));
+        let parsed = Expression::parse(expression).unwrap_or_else(|error| panic!("{error}"));
+        assert!(parsed.may_match(&Subject { id, case: &case, property: None }), "{id}: {expression}");
+    }
+}
+
+#[test]
+fn every_axis_means_something_for_a_case_of_the_gate() {
+    let cases = suite(SuiteName::Gate, 1);
+    for axis in Axis::ALL.into_iter().filter(|axis| !matches!(axis, Axis::Text(_))) {
+        assert!(cases.iter().any(|case| axis.value_of(case).is_some()), "{}", axis.name());
+    }
+}
+
+#[test]
+fn a_name_that_an_axis_has_elsewhere_and_a_value_without_its_axis_are_told() {
+    for (expression, meant) in [
+        ("pcp_size(2)", "did you mean \"pcp\"?"),
+        ("batch_size(2)", "did you mean \"requests\"?"),
+        ("Tensor-Parallel-Size(2)", "did you mean \"tp\"?"),
+        ("padding(2)", "did you mean \"padded\"?"),
+        ("num_hidden_layers(2)", "did you mean \"layers\"?"),
+        ("zigzag", "did you mean \"strategy(zigzag)\"?"),
+        ("stack & world(2)", "did you mean \"family(stack)\"?"),
+        ("startegy(zigzag)", "did you mean \"strategy\"?"),
+        ("TP(2)", "did you mean \"tp\"?"),
+    ] {
+        let message = message(expression);
+        assert!(message.contains(meant), "{message}");
+    }
+    assert!(!message("xyzzy(2)").contains("did you mean"));
+}
+
+#[test]
+fn a_name_from_elsewhere_is_no_axis_and_stands_for_one() {
+    let mut seen = BTreeSet::new();
+    for (axis, names) in axis::ELSEWHERE {
+        assert!(Axis::find(axis).is_some(), "{axis}");
+        for name in names {
+            assert!(Axis::find(name).is_none() && seen.insert(name), "{name}");
         }
     }
 }

@@ -50,7 +50,7 @@ fn a_case_file_that_is_none_is_refused_by_name_and_reason() {
         ("family.json", vec!["unknown value", "`verfy`", "`verify`"]),
         ("probe.json", vec!["unknown value", "`cld`", "`cold`"]),
         ("model.json", vec!["unknown value", "\"tiny\"", "tiny-mla"]),
-        ("field.json", vec!["malformed case", "unknown field `interleav`"]),
+        ("field.json", vec!["malformed case", "unknown key `interleav`"]),
         ("too-wide.json", vec!["S = 16", "larger than the block size B = 8", "choose S ≤ B"]),
         ("uneven.json", vec!["B = 8", "not a multiple of interleave S = 3"]),
         ("few-blocks.json", vec!["1 blocks", "the null block 0", "give at least"]),

@@ -29,7 +29,7 @@ pub enum NoDraft {
 }
 
 /// How drafts are accepted.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct AcceptancePolicies {
     /// Drafts of a request: `(its rows less the bonus row, columns of the batch)`.
     pub drafts: fn(usize, usize) -> usize,

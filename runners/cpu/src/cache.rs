@@ -60,7 +60,7 @@ impl KvFormat {
 pub type DecodeRow = fn(&[u8], &KvFormat, &mut [f32]);
 
 /// How rows get into a cache and out of it.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct CachePolicies {
     /// Casts one head's row into codes.
     pub encode: fn(&[f32], &KvFormat, &mut [u8]),

@@ -52,7 +52,7 @@ pub struct StateWeights {
 }
 
 /// How a context is read, ordered and merged.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct ContextPolicies {
     /// The walk: `(cached tokens, budget in tokens, grid)`.
     pub plan: fn(&[usize], usize, &Grid) -> ChunkPlan,

@@ -9,11 +9,12 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread;
 use std::time::{Duration, Instant};
 
 use shardcheck_engine::EngineError;
 use shardcheck_formats::round_bf16;
+
+use crate::crew::on_threads;
 
 /// Ranks of a step: how many, in groups of how many, and how long one waits for its peers.
 #[derive(Debug, Clone, Copy)]
@@ -51,7 +52,7 @@ pub struct RankResults<R> {
     pub collectives: Vec<u64>,
 }
 
-/// Runs `body` once on every rank, each on its own thread (a single rank on the caller's).
+/// Runs `body` once on every rank, each on a thread of its own and the first on the caller's.
 ///
 /// # Errors
 /// The first failure of any rank: a panic becomes [`EngineError::Crash`], a wait beyond the limit
@@ -76,23 +77,18 @@ where
             }
         }
     };
-    let outcomes: Vec<Option<(R, u64)>> = thread::scope(|scope| {
-        let run = &run;
-        let others: Vec<_> = (1..ranks.count)
-            .map(|rank| thread::Builder::new().spawn_scoped(scope, move || run(rank)))
-            .collect();
-        if let Some(Err(error)) = others.iter().find(|handle| handle.is_err()) {
-            fabric.fail(Stop::crash(format!("no thread for a rank: {error}")));
-        }
-        let first = run(0);
-        let rest = others.into_iter().map(|handle| handle.ok().and_then(|h| h.join().ok().flatten()));
-        std::iter::once(first).chain(rest).collect()
-    });
+    let outcomes: Vec<Mutex<Option<(R, u64)>>> = (0..ranks.count.max(1)).map(|_| Mutex::new(None)).collect();
+    on_threads(ranks.count, &|rank| {
+        let outcome = run(rank);
+        *outcomes[rank].lock().unwrap_or_else(PoisonError::into_inner) = outcome;
+    })
+    .map_err(|error| EngineError::Crash { text: format!("no thread for a rank: {error}") })?;
     if let Some(error) = fabric.lock().failure.take() {
         return Err(error);
     }
     let (mut results, mut collectives) = (Vec::new(), Vec::new());
     for (rank, outcome) in outcomes.into_iter().enumerate() {
+        let outcome = outcome.into_inner().unwrap_or_else(PoisonError::into_inner);
         let (result, entered) =
             outcome.ok_or_else(|| EngineError::Crash { text: format!("rank {rank} returned nothing") })?;
         results.push(result);
@@ -396,7 +392,7 @@ mod tests {
         let short = Ranks { count: 2, world: 2, timeout: Duration::from_millis(20) };
         let run = run_ranks(short, |link| {
             if link.rank == 1 {
-                thread::sleep(Duration::from_millis(120));
+                std::thread::sleep(Duration::from_millis(120));
             }
             link.all_gather("late", vec![link.rank], &[0, 1])
         });

@@ -46,7 +46,7 @@ impl Place {
 }
 
 /// What a layer of experts decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct MoePolicies {
     /// The router.
     pub router: RouterPolicies,

@@ -79,7 +79,7 @@ pub struct RowRef {
 }
 
 /// How positions, rows and units are computed.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct LayoutPolicies {
     /// Rank within the group that stores a position.
     pub owner: fn(usize, &Grid) -> usize,

@@ -19,7 +19,7 @@ use head::{HeadRow, run};
 pub type Norm = fn(&[f32], &[f32], &[f32], f32) -> Vec<f32>;
 
 /// How a step is done.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct KdaPolicies {
     /// Slot that a request goes on from: `(the one that it reads, the one that it writes)`.
     pub source: fn(Option<usize>, usize) -> Option<usize>,

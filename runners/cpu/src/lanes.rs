@@ -6,7 +6,7 @@
 use shardcheck_engine::LaneOrder;
 
 /// How LSEs are packed.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct LanePolicies {
     /// The two lanes of an LSE's bits, in wire order.
     pub pack: fn(u32, LaneOrder) -> [u16; 2],

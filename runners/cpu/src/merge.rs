@@ -56,7 +56,7 @@ impl Partial {
 }
 
 /// How partials are weighed, carried and summed.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct MergePolicies {
     /// Reads a given state, row-major, whatever its strides.
     pub read: fn(&Tensor) -> Vec<f32>,

@@ -37,7 +37,7 @@ pub enum TableUse {
 }
 
 /// Decisions of a session as a whole.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SessionPolicies {
     /// Refuses a configuration that no rank could run.
     pub admit: fn(&Configuration) -> Result<(), String>,
@@ -75,7 +75,7 @@ impl SessionPolicies {
 }
 
 /// Every policy of the engine.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct Policies {
     /// Layout of the KV cache.
     pub layout: LayoutPolicies,

@@ -29,7 +29,7 @@ pub struct Shares {
 }
 
 /// How a batch is shared out.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct PrefillPolicies {
     /// Whether a request's rows are shared out as a prompt's: `(it prefills, rows)`.
     pub is_prompt: fn(bool, usize) -> bool,

@@ -21,7 +21,7 @@ pub struct HeadShape {
 pub type GatherQuery = fn(&Link<'_>, Vec<u16>, HeadShape) -> Result<Vec<u16>, Stop>;
 
 /// How heads are chosen and gathered.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct QueryPolicies {
     /// First of a rank's own heads: `(rank among all, member, heads per rank)`.
     pub first_own_head: fn(usize, usize, usize) -> usize,

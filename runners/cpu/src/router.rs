@@ -9,7 +9,7 @@ use shardcheck_engine::{
 use shardcheck_formats::Dtype;
 
 /// What the router decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct RouterPolicies {
     /// Row by whose logits a row is routed: `(row, rows)`.
     pub row: fn(usize, usize) -> usize,

@@ -36,7 +36,7 @@ pub struct Rule {
 }
 
 /// Which rules an engine checks.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct GatePolicies {
     /// Rules of a set, in order.
     pub rules: fn(RuleSetName) -> Vec<Rule>,

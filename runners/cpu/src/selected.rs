@@ -31,7 +31,7 @@ pub struct RowList {
 }
 
 /// How rows find their tokens.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SelectedPolicies {
     /// Whether rows attend to all that they see: `(tokens of each request, k)`.
     pub dense: fn(&[usize], usize) -> bool,

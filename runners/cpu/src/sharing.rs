@@ -11,7 +11,7 @@ use shardcheck_formats::Dtype;
 const MAX_LAYERS: usize = 1 << 16;
 
 /// How a model's configuration is read.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SharingPolicies {
     /// Whether ATOM keeps selections: `(it is asked for, period)`.
     pub kept: fn(bool, usize) -> bool,

@@ -10,7 +10,7 @@ use shardcheck_formats::Dtype;
 pub type Combine = fn(&[f32], &mut [f32]) -> f32;
 
 /// How sinks are read and counted.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SinkPolicies {
     /// Sinks of a group's heads, from all: `(sinks, first head of the group, own heads, world, member)`.
     pub of_group: fn(&[f32], usize, usize, usize, usize) -> Vec<f32>,

@@ -30,7 +30,7 @@ pub struct Candidate {
 }
 
 /// How tokens are selected.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SparsePolicies {
     /// Row whose tokens a row gets: `(row, rows that are not padding)`; `None` for padding.
     pub row: fn(usize, usize) -> Option<usize>,

@@ -41,7 +41,7 @@ pub use selected::SelectionPolicy;
 pub use worker::{Part, largest};
 
 /// What a stack decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct StackPolicies {
     /// Entries of the vocabulary that a rank has: `(rank, ranks, vocabulary)`.
     pub entries: fn(usize, usize, usize) -> Range<usize>,

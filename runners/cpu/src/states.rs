@@ -10,7 +10,7 @@ use crate::merge::{MergePolicies, Partial, Wire, merge};
 use crate::policies::Policies;
 
 /// How the segments of a split kernel are merged.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct SegmentPolicies {
     /// Segments that hold something: `(tokens of the row, segments, tokens of a tile)`.
     pub active: fn(usize, usize, usize) -> usize,

@@ -14,7 +14,7 @@ use crate::grid::Grid;
 use crate::policies::Policies;
 
 /// How the tokens of another layout are found and placed.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct TransferPolicies {
     /// Layout that the given caches are read by: `(the source's, the session's own)`.
     pub source: fn(Grid, Grid) -> Grid,

@@ -32,7 +32,8 @@ impl Attention {
     /// Width of a query and of a key.
     pub fn qk_dim(&self) -> usize {
         match *self {
-            Self::Mla { kv_lora_rank, qk_rope_head_dim, .. } => kv_lora_rank + qk_rope_head_dim,
+            // numbers of a case that is still to be checked may be anything
+            Self::Mla { kv_lora_rank, qk_rope_head_dim, .. } => kv_lora_rank.saturating_add(qk_rope_head_dim),
             Self::Gqa { head_dim, .. } => head_dim,
         }
     }
@@ -161,6 +162,9 @@ pub struct ConfigurationError {
 }
 
 impl Configuration {
+    /// Largest of the numbers of a configuration.
+    pub const MOST: usize = 1 << 24;
+
     /// Query heads that one decode-context-parallel group gathers.
     pub fn gathered_heads(&self) -> usize {
         self.heads_per_rank * self.dcp
@@ -193,8 +197,8 @@ impl Configuration {
             ("value_dim", self.attention.value_dim()),
             ("kv_heads", self.attention.kv_heads()),
         ] {
-            if value == 0 || value > 1 << 24 {
-                return fail(format!("{name} is {value}; it must be between 1 and 2^24"));
+            if value == 0 || value > Self::MOST {
+                return fail(format!("{name} is {value}; it must be between 1 and {}", Self::MOST));
             }
         }
         if !self.tp.is_multiple_of(self.dcp) {

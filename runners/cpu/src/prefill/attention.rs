@@ -44,7 +44,7 @@ impl Call {
 pub type GatherRows = fn(&Link<'_>, Vec<f32>) -> Result<Vec<f32>, Stop>;
 
 /// How shared rows are attended for.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct PcpPolicies {
     /// What a query is read as: `(value, format, scale)`.
     pub query: fn(f32, Dtype, f32) -> f32,

@@ -24,7 +24,7 @@ pub struct Part {
 }
 
 /// How blocks are made and pooled.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct CompressPolicies {
     /// Brings values and gates of each rank together.
     pub gather: GatherRows,

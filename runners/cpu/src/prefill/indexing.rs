@@ -23,7 +23,7 @@ pub struct Seen {
 }
 
 /// How shared rows select.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct IndexPolicies {
     /// Brings the keys of each rank together.
     pub gather: GatherRows,

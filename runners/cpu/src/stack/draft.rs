@@ -13,7 +13,7 @@ use crate::batch::Batch;
 use crate::memory::Metadata;
 
 /// What a draft head decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct DraftPolicies {
     /// Whether a draft is accepted: `(token of the row before it, draft)`.
     pub accepts: fn(usize, usize) -> bool,

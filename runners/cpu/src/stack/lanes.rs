@@ -24,7 +24,7 @@ pub enum Gathered {
 }
 
 /// What a stack over ranks of prefill context parallelism decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct LanePolicies {
     /// Whether a request's rows are shared out as a prompt's: `(it prefills, rows)`.
     pub is_prompt: fn(bool, usize) -> bool,

@@ -20,7 +20,7 @@ use crate::experts::{self, Gating, Mlp, MoePolicies};
 use crate::kda::normed as unit;
 
 /// What a mixture of a stack decides. Layers are numbers among all; the second number is the first layer that has experts.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct MixturePolicies {
     /// Layer whose bias a router adds.
     pub bias: fn(usize, usize) -> usize,

@@ -15,7 +15,7 @@ use crate::kda::{KdaMemory, KdaPolicies};
 use crate::policies::TableUse;
 
 /// What a stack with recurrent layers decides.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq)]
 pub struct RecurrentPolicies {
     /// How a recurrent layer works, given its number and how any of them does.
     pub kda: fn(usize, KdaPolicies) -> KdaPolicies,
