@@ -339,8 +339,7 @@ impl Engine<'_> {
             (false, true) => shares.iter().map(|share| share / sum).collect(),
             (false, false) => lses.iter().map(|own| exp(own - lse)).collect(),
         };
-        let in_bf16 = self.contract.merge == Merge::AgRsBf16;
-        let round = |x: f32| if in_bf16 { round_bf16(x) } else { x };
+        let round = |x: f32| self.contract.merge.rounded_to().map_or(x, |dtype| round_to(dtype, x));
         let held: Vec<(f32, &Partial)> =
             weights.into_iter().zip(partials).filter(|(weight, _)| *weight > 0.0).collect();
         // one reduction tree for all dimensions: pairs to be added, the second into the first
