@@ -32,7 +32,9 @@ pub use case::{
     AttentionCase, Body, CASE_SCHEMA_VERSION, Case, CaseError, Family, MergeCase, MergePattern, RuleCase,
     StateView,
 };
-pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
+pub use check::{
+    MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns, usual_patterns,
+};
 pub use id::default_blocks;
 pub use index_layers::IndexLayersCase;
 pub use inputs::{Inputs, TokenCode, cache_code, cache_value, generate};

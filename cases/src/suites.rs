@@ -21,7 +21,7 @@ use crate::covering::covering;
 use crate::stream::Stream;
 use crate::{
     Body, Case, Family, MergeCase, MergePattern, Model, Placement, Probe, StateView, generate_sequence,
-    patterns, rules,
+    rules, usual_patterns,
 };
 
 /// Most rounds of covering arrays that a part is filled from before its count is given up.
@@ -191,7 +191,7 @@ fn key_of(model: &str, c: &Configuration) -> Vec<String> {
     let sizes = [c.dcp, c.tp, c.heads_per_rank, c.interleave, c.block_size];
     let mut key = vec![model.to_owned()];
     key.extend(sizes.map(|size| format!("{size:08}")));
-    key.push(format!("{} {} {:?} {:?}", c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
+    key.push(format!("{} {} {} {:?} {:?}", c.dtype, c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
     key
 }
 
@@ -444,7 +444,8 @@ impl AxesFile {
     }
 }
 
-/// A covering array over the axes of a merge family; its patterns are all that the family knows, unless it says otherwise.
+/// A covering array over the axes of a merge family; its patterns are all that the family knows for any type of states, unless it says
+/// otherwise.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MergePart {
@@ -464,7 +465,8 @@ struct MergePart {
 
 impl MergePart {
     fn collect(&self, seed: u64, suite: &mut Collector) {
-        let patterns = self.patterns.as_deref().unwrap_or_else(|| patterns(self.family));
+        let patterns = self.patterns.clone().unwrap_or_else(|| usual_patterns(self.family));
+        let patterns = patterns.as_slice();
         let levels = [
             self.worlds.len(),
             patterns.len(),
@@ -556,7 +558,7 @@ mod tests {
                     other => panic!("{other:?} in {}", part.family),
                 })
             };
-            for pattern in patterns(part.family) {
+            for pattern in &part.patterns.clone().unwrap_or_else(|| usual_patterns(part.family)) {
                 for view in &part.views {
                     let together = merges().any(|m| m.pattern == *pattern && m.view == *view);
                     assert!(together, "{} {} {}", part.family, pattern.name(), view.name());

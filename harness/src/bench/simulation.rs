@@ -4,7 +4,7 @@
 //! exp2 with errors of its own, probabilities rounded before they meet the values, splits and ranks merged by their LSEs, every
 //! intermediate stored in the format that the contract names. [`Tampering`] turns it into a faulty one.
 
-use shardcheck_formats::{Contract, Counter, Dtype, Merge, Overflow, decode_f32, encode_f32, round_bf16};
+use shardcheck_formats::{Contract, Counter, Dtype, Overflow, decode_f32, encode_f32, round_bf16};
 use shardcheck_references::attention::plain::Problem;
 use shardcheck_references::layout::Layout;
 use shardcheck_references::visibility::Visible;
@@ -410,6 +410,7 @@ fn in_halves(lse: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardcheck_formats::Merge;
     use shardcheck_references::attention::plain::{Values, attend};
 
     struct Scene {

@@ -248,6 +248,7 @@ mod faulty {
             interleave: 1,
             block_size: 4,
             blocks: 8,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.3,
@@ -262,7 +263,16 @@ mod faulty {
 
     /// A cache of keys of four elements, of which the last two are rotary, and values of two.
     pub fn format(dtype: Dtype, scale: f32) -> KvFormat {
-        KvFormat { dtype, scale, kv_heads: 1, key_dim: 4, value_dim: 2, rope_start: 2, shared: false }
+        KvFormat {
+            dtype,
+            activations: Dtype::Bf16,
+            scale,
+            kv_heads: 1,
+            key_dim: 4,
+            value_dim: 2,
+            rope_start: 2,
+            shared: false,
+        }
     }
 }
 

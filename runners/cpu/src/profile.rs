@@ -97,7 +97,9 @@ fn operation(kind: OperationKind) -> OperationProfile {
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
     };
-    OperationProfile { contract, conventions, observables, absent: Vec::new() }
+    let profile =
+        OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() };
+    if kind.has_activations() { profile.with_f16() } else { profile }
 }
 
 #[cfg(test)]

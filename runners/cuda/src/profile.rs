@@ -149,7 +149,7 @@ fn operation(kind: OperationKind) -> OperationProfile {
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
     };
-    OperationProfile { contract, conventions, observables, absent: Vec::new() }
+    OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() }
 }
 
 #[cfg(test)]

@@ -52,6 +52,7 @@ impl Scene {
             interleave: 1,
             block_size: 4,
             blocks: 64,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.25,
