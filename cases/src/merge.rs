@@ -213,7 +213,7 @@ fn tag(states: usize, rows: usize, [state, row, head]: [usize; 3], d: usize) -> 
 /// large values are all of one sign and add up.
 fn extreme(row: usize, head: usize, drawn: f64) -> f64 {
     let step = 2f64.powi(-24);
-    let part = (drawn.abs() / 6.0).min(1.0);
+    let part = (drawn.abs() * 16.0).fract();
     let size = match row % 3 {
         // 60000 to 64992, which steps of 32 spell
         0 => 60_000.0 + (part * 156.0).round() * 32.0,

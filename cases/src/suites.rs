@@ -148,6 +148,7 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.shared {
         part.collect(seed, &mut suite);
     }
+    file.f16.collect(&file.axes, seed, &mut suite);
     for set in &file.rules {
         for rule in rules::rule_set(*set) {
             suite.cases.push(Case::rules(rule.clone()));
@@ -275,9 +276,43 @@ struct SuiteFile {
     #[serde(default)]
     stack: Vec<WrittenSequence>,
     generated: Option<GeneratedSequences>,
+    #[serde(default)]
+    f16: HalfParts,
 }
 
-/// A session by hand, of a sequence or of a stack: the id up to the seed, and why it is there.
+/// Cases whose activations or states are f16. They come last, so that every other case keeps the seed that it had without them.
+#[derive(Deserialize, Default)]
+#[serde(deny_unknown_fields)]
+struct HalfParts {
+    #[serde(default)]
+    edge: Vec<Edge>,
+    #[serde(default)]
+    attention: Vec<AttentionPart>,
+    #[serde(default)]
+    merge: Vec<MergePart>,
+    /// Cases by hand of every other family.
+    #[serde(default)]
+    written: Vec<WrittenSequence>,
+}
+
+impl HalfParts {
+    fn collect(&self, axes: &BTreeMap<String, AxesFile>, seed: u64, suite: &mut Collector) {
+        for edge in &self.edge {
+            edge.collect(suite);
+        }
+        for part in &self.attention {
+            part.collect(axes, seed, suite);
+        }
+        for part in &self.merge {
+            part.collect(seed, suite);
+        }
+        for part in &self.written {
+            part.collect(suite);
+        }
+    }
+}
+
+/// A case by hand, such as a session of a sequence or of a stack: the id up to the seed, and why it is there.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenSequence {
@@ -586,7 +621,9 @@ mod tests {
         for name in SuiteName::ALL {
             let file: SuiteFile = toml::from_str(name.text()).unwrap();
             assert!(file.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
-            assert!(file.sequence.iter().chain(&file.stack).all(|own| own.why.len() > 10), "{name}");
+            let written = file.sequence.iter().chain(&file.stack).chain(&file.f16.written);
+            assert!(written.into_iter().all(|own| own.why.len() > 10), "{name}");
+            assert!(file.f16.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
         }
     }
 }

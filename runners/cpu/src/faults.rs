@@ -10,6 +10,7 @@ mod drafts;
 mod exchange;
 mod gates;
 mod groups;
+mod half;
 mod heads;
 mod hybrid;
 mod kda;
@@ -176,6 +177,7 @@ pub fn faults() -> &'static [Fault] {
             context::FAULTS,
             segments::FAULTS,
             small::FAULTS,
+            half::FAULTS,
             stale::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
