@@ -21,7 +21,7 @@ pub enum ChoiceAxis {
     Probe,
     /// Element type of the KV cache.
     Kv,
-    /// Element type of given states.
+    /// Element type of activations and of given states.
     Dtype,
     /// Collectives of the merge.
     Backend,
@@ -175,7 +175,7 @@ impl Axis {
                 ChoiceAxis::Family => "what the engine is asked",
                 ChoiceAxis::Probe => "how queries, keys and values are drawn",
                 ChoiceAxis::Kv => "element type of the KV cache",
-                ChoiceAxis::Dtype => "element type of the states that a merge is given",
+                ChoiceAxis::Dtype => "element type of activations, or of the states that a merge is given",
                 ChoiceAxis::Backend => "collectives that merge the partials",
                 ChoiceAxis::Placement => "where the blocks of the requests lie",
                 ChoiceAxis::Pattern => "what the states of a merge look like",
@@ -249,8 +249,8 @@ fn known_models() -> Vec<&'static str> {
 /// Element types that a KV cache may have, as `Configuration::check` takes them.
 const KV_DTYPES: [Dtype; 6] =
     [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2];
-/// Element types of the states that a merge is given.
-const STATE_DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F32];
+/// Element types of activations and of the states that a merge is given.
+const STATE_DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
 impl ChoiceAxis {
     /// The names that the axis can have.
@@ -282,7 +282,10 @@ impl ChoiceAxis {
                 Body::AttendPcp(c) => Some(c.placement.name()),
                 _ => attention(case).map(|c| c.workload.placement.name()),
             },
-            Self::Dtype => merge(case).map(|c| c.dtype.name()),
+            Self::Dtype => match merge(case) {
+                Some(states) => Some(states.dtype.name()),
+                None => session(case).map(|c| c.dtype.name()),
+            },
             Self::Pattern => merge(case).map(|c| c.pattern.name()),
             Self::View => merge(case).map(|c| c.view.name()),
             Self::Backend => exchange(case).map(|(backend, _)| backend.name()),

@@ -149,7 +149,15 @@ fn operation(kind: OperationKind) -> OperationProfile {
         scale_rounding: ScaleRounding::Reciprocal,
         overflow: Overflow::Saturate,
     };
-    OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() }
+    let profile =
+        OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() };
+    // kernels of attention hold their queries and keys in bf16
+    match kind {
+        OperationKind::MergePartials | OperationKind::MergeStates | OperationKind::PackLse => {
+            profile.with_f16()
+        }
+        _ => profile,
+    }
 }
 
 #[cfg(test)]
