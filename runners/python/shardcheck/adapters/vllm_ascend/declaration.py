@@ -52,7 +52,9 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     if release.has_masks or release.merges_local:
         # new tokens that stay out of the exchange are on no rank in particular
         shown = observables if release.has_masks else ["gathered_query"]
-        found["verify"] = Operation(contract=attention, conventions=conventions, observables=shown, dtypes={"f16": half})
+        # a rank that merges new tokens with a history of its own rounds two states of f16 also where it is alone: no contract says that
+        dtypes = {} if release.merges_local else {"f16": half}
+        found["verify"] = Operation(contract=attention, conventions=conventions, observables=shown, dtypes=dtypes)
     if release.splits_prefill:
         found["pcp_layout"] = Operation()
     return found
