@@ -221,7 +221,7 @@ fn extreme(row: usize, head: usize, drawn: f64) -> f64 {
         // the last normal numbers and the first subnormal ones
         _ => (1000.0 + (part * 60.0).round()) * step,
     };
-    if head % 2 == 0 { size } else { size.copysign(drawn) }
+    if head.is_multiple_of(2) { size } else { size.copysign(drawn) }
 }
 
 fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
