@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod experts;
+mod half;
 mod index_layers;
 mod kda;
 mod prefill;
@@ -277,39 +278,7 @@ struct SuiteFile {
     stack: Vec<WrittenSequence>,
     generated: Option<GeneratedSequences>,
     #[serde(default)]
-    f16: HalfParts,
-}
-
-/// Cases whose activations or states are f16. They come last, so that every other case keeps the seed that it had without them.
-#[derive(Deserialize, Default)]
-#[serde(deny_unknown_fields)]
-struct HalfParts {
-    #[serde(default)]
-    edge: Vec<Edge>,
-    #[serde(default)]
-    attention: Vec<AttentionPart>,
-    #[serde(default)]
-    merge: Vec<MergePart>,
-    /// Cases by hand of every other family.
-    #[serde(default)]
-    written: Vec<WrittenSequence>,
-}
-
-impl HalfParts {
-    fn collect(&self, axes: &BTreeMap<String, AxesFile>, seed: u64, suite: &mut Collector) {
-        for edge in &self.edge {
-            edge.collect(suite);
-        }
-        for part in &self.attention {
-            part.collect(axes, seed, suite);
-        }
-        for part in &self.merge {
-            part.collect(seed, suite);
-        }
-        for part in &self.written {
-            part.collect(suite);
-        }
-    }
+    f16: half::HalfParts,
 }
 
 /// A case by hand, such as a session of a sequence or of a stack: the id up to the seed, and why it is there.
