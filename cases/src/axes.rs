@@ -156,22 +156,30 @@ impl Budget {
     }
 }
 
-/// Cache format with its scale, spelt as in case ids: `bf16`, `e4m3fn@0.02`.
+/// Cache format with its scale and the type of activations, spelt as in case ids: `bf16`, `f16`, `e4m3fn@0.02`,
+/// `e4m3fn@0.02.f16`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Cache {
     /// Element type.
     pub dtype: Dtype,
     /// Scale; 1 for 16-bit formats.
     pub scale: f32,
+    /// Element type of activations: f16 under an f16 cache and where it is said, bf16 elsewhere.
+    pub activations: Dtype,
 }
 
 impl FromStr for Cache {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (dtype, scale) = text.split_once('@').unwrap_or((text, "1"));
+        let (cache, half) = match text.strip_suffix(".f16") {
+            Some(cache) => (cache, true),
+            None => (text, text == Dtype::F16.name()),
+        };
+        let (dtype, scale) = cache.split_once('@').unwrap_or((cache, "1"));
         Ok(Self {
             dtype: dtype.parse().map_err(|error| format!("{error}"))?,
+            activations: if half { Dtype::F16 } else { Dtype::Bf16 },
             scale: scale.parse().map_err(|_| format!("cache scale {scale:?} is not a number"))?,
         })
     }
@@ -369,6 +377,7 @@ impl Axes {
             interleave,
             block_size,
             blocks: default_blocks(&workload, block_size * dcp),
+            dtype: cache.activations,
             kv_dtype: cache.dtype,
             kv_scale: cache.scale,
             softmax_scale: model.softmax_scale,

@@ -246,13 +246,15 @@ pub enum MergePattern {
     BrokenLse,
     /// Equal LSEs and outputs that spell their rank and head: any permutation shows exactly.
     Tagged,
-    /// Bit patterns of the LSE whose 16-bit halves are bf16 NaNs or infinities.
+    /// Bit patterns of the LSE whose 16-bit halves are NaNs or infinities of bf16, and of f16 where the states are.
     NanHalves,
+    /// Outputs at both ends of f16: row by row near its largest value, and among its subnormals.
+    Extremes,
 }
 
 impl MergePattern {
     /// All patterns, in a stable order.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Random,
         Self::LargeGaps,
         Self::SomeEmpty,
@@ -260,6 +262,7 @@ impl MergePattern {
         Self::BrokenLse,
         Self::Tagged,
         Self::NanHalves,
+        Self::Extremes,
     ];
 
     /// Name as it stands in case ids.
@@ -272,6 +275,7 @@ impl MergePattern {
             Self::BrokenLse => "broken_lse",
             Self::Tagged => "tagged",
             Self::NanHalves => "nan_halves",
+            Self::Extremes => "extremes",
         }
     }
 }
@@ -314,7 +318,7 @@ pub struct MergeCase {
     pub heads_per_rank: usize,
     /// Width of an output.
     pub dim: usize,
-    /// Element type of the given outputs: f32 or bf16.
+    /// Element type of the given outputs: f32, bf16 or f16.
     pub dtype: Dtype,
     /// Collectives (merge_partials only).
     pub comm_backend: CommBackend,
@@ -334,6 +338,7 @@ impl MergeCase {
     /// on one rank), one KV head of width `dim`.
     pub fn configuration(&self, family: Family) -> Configuration {
         let ranks = if family == Family::MergePartials { self.world } else { 1 };
+        let dtype = if self.dtype == Dtype::F16 { Dtype::F16 } else { Dtype::Bf16 };
         Configuration {
             attention: Attention::Gqa { kv_heads: 1, head_dim: self.dim, v_head_dim: self.dim },
             tp: ranks,
@@ -342,7 +347,8 @@ impl MergeCase {
             interleave: 1,
             block_size: 1,
             blocks: 1,
-            kv_dtype: Dtype::Bf16,
+            dtype,
+            kv_dtype: dtype,
             kv_scale: 1.0,
             softmax_scale: 1.0,
             comm_backend: self.comm_backend,

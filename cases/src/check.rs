@@ -244,11 +244,14 @@ fn check_merge(family: Family, case: &MergeCase) -> Result<(), CaseError> {
     if elements(&[case.rows, case.world, case.world, case.heads_per_rank, case.dim]) > MAX_ELEMENTS {
         return out_of_range("the states have more than 2^31 elements".to_owned());
     }
-    if !matches!(case.dtype, Dtype::F32 | Dtype::Bf16) {
-        return out_of_range(format!("states of {}; they are f32 or bf16", case.dtype));
+    if !matches!(case.dtype, Dtype::F32 | Dtype::Bf16 | Dtype::F16) {
+        return out_of_range(format!("states of {}; they are f32, bf16 or f16", case.dtype));
     }
     if !patterns(family).contains(&case.pattern) {
         return out_of_range(format!("pattern {} does not go with {family}", case.pattern.name()));
+    }
+    if case.pattern == MergePattern::Extremes && case.dtype != Dtype::F16 {
+        return out_of_range(format!("extremes are those of f16, not of {}", case.dtype));
     }
     match family {
         Family::MergeStates if case.world != 2 => {
@@ -262,15 +265,20 @@ fn check_merge(family: Family, case: &MergeCase) -> Result<(), CaseError> {
     }
 }
 
+/// Patterns that a merge family knows whatever the type of its states.
+pub fn usual_patterns(family: Family) -> Vec<MergePattern> {
+    patterns(family).iter().copied().filter(|pattern| *pattern != MergePattern::Extremes).collect()
+}
+
 /// Patterns that a merge family knows.
 ///
 /// Two states travel on no wire, so that the halves of their LSE meet nobody. A segment's statistics are finite where its row
 /// has a token at all. A packed LSE may be anything.
 pub fn patterns(family: Family) -> &'static [MergePattern] {
-    use MergePattern::{AllEmpty, BrokenLse, LargeGaps, NanHalves, Random, SomeEmpty, Tagged};
+    use MergePattern::{AllEmpty, BrokenLse, Extremes, LargeGaps, NanHalves, Random, SomeEmpty, Tagged};
     match family {
         Family::MergePartials => &MergePattern::ALL,
-        Family::MergeStates => &[Random, LargeGaps, SomeEmpty, AllEmpty, BrokenLse, Tagged],
+        Family::MergeStates => &[Random, LargeGaps, SomeEmpty, AllEmpty, BrokenLse, Tagged, Extremes],
         Family::MergeSegments => &[Random, LargeGaps, AllEmpty, Tagged],
         Family::PackLse => &[Random, LargeGaps, SomeEmpty, BrokenLse, NanHalves],
         _ => &[],

@@ -8,8 +8,9 @@
 //! stack/LAYERS/… as for a sequence …/SEED            the same through all layers of a transformer
 //! rules/RULE_SET/RULE                                 configuration rules
 //!
-//! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.a2a.lo_hi.qrep.pbm.k16+32
-//!                ranks, W, heads a rank, S, B, blocks, cache format @ scale, exchange, lane order, switches (`lat`: latent
+//! configuration  tp4.dcp4.h2.s2.b8.n12.e4m3fn@0.02.f16.a2a.lo_hi.qrep.pbm.k16+32
+//!                ranks, W, heads a rank, S, B, blocks, cache format @ scale, type of activations (f16 where the cache does not say
+//!                it already; none for bf16), exchange, lane order, switches (`lat`: latent
 //!                output), kernel widths; shape (`mla16+8v12`, `gqa2x16v14`) and softmax scale (`sm0.25`) only where they are
 //!                not the model's
 //! workload       12+3_0+0_7+3x4.pad2.shuf.c64
@@ -247,6 +248,10 @@ pub(crate) fn spell_configuration(model: &str, c: &Configuration, latent_output:
         1.0 => c.kv_dtype.name().to_owned(),
         scale => format!("{}@{scale}", c.kv_dtype),
     });
+    // an f16 cache says by itself that activations are f16
+    if c.dtype != Dtype::Bf16 && c.kv_dtype != c.dtype {
+        tokens.push(c.dtype.name().to_owned());
+    }
     push_exchange(&mut tokens, c.comm_backend, c.lane_order);
     for (set, name) in
         [(c.query_replication, "qrep"), (c.project_before_merge, "pbm"), (latent_output, "lat")]
@@ -383,6 +388,7 @@ pub(crate) fn read_configuration(
     let blocks = tokens.take_number("n").map_or_else(|| blocks(virtual_block), Ok)?;
     let (kv_dtype, kv_scale) =
         tokens.take(read_cache_format).ok_or("the cache format is missing, such as bf16")?;
+    let half = kv_dtype == Dtype::F16 || tokens.take_flag(Dtype::F16.name());
     let (comm_backend, lane_order) = tokens.take_exchange()?;
     let query_replication = tokens.take_flag("qrep");
     let project_before_merge = tokens.take_flag("pbm");
@@ -407,6 +413,7 @@ pub(crate) fn read_configuration(
         interleave,
         block_size,
         blocks,
+        dtype: if half { Dtype::F16 } else { Dtype::Bf16 },
         kv_dtype,
         kv_scale,
         softmax_scale,

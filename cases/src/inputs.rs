@@ -7,7 +7,7 @@ mod held;
 mod shape;
 mod tensors;
 
-use shardcheck_formats::round_bf16;
+use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_bf16};
 
 use crate::{AttentionCase, Body, Case, Family};
 
@@ -20,7 +20,7 @@ use shape::Shape;
 
 /// Everything that is drawn for one attention case.
 ///
-/// All values are exactly bf16 and lie within the range of the cache format under the cache scale, except in writes of the hot
+/// All values are exact in the type of activations and lie within the range of the cache format under the cache scale, except in writes of the hot
 /// probe, which nobody attends to. Shapes use the words of
 /// [`shardcheck_engine::Operation`], and L for the length of a request.
 #[derive(Debug, Clone, PartialEq)]
@@ -73,7 +73,7 @@ pub fn generate(family: Family, case: &AttentionCase, seed: u64) -> Inputs {
         values: Vec::with_capacity(requests),
         stale_keys: Vec::with_capacity(requests),
         stale_values: Vec::with_capacity(requests),
-        w_uv: shape.up_projection().map(rounded),
+        w_uv: shape.up_projection().map(|values| rounded(case.configuration.dtype, values)),
         sinks: if family == Family::AttendSinks { draw_sinks(case, seed) } else { Vec::new() },
         selected: case
             .selected
@@ -153,7 +153,7 @@ fn query(shape: &Shape, case: &AttentionCase) -> Vec<f32> {
         match row {
             Some((request, row)) => {
                 shape.query_row(request, row, &mut row_values);
-                query.extend(row_values.iter().map(|value| round_bf16(*value)));
+                query.extend(row_values.iter().map(|value| activation(case.configuration.dtype, *value)));
             }
             None => query.extend(std::iter::repeat_n(f32::NAN, elements)),
         }
@@ -170,10 +170,19 @@ fn tokens(shape: &Shape, request: usize, positions: std::ops::Range<usize>) -> (
         let value = &mut values[index * shape.value_elements()..(index + 1) * shape.value_elements()];
         shape.value_row(request, position, value);
     }
-    (rounded(keys), rounded(values))
+    let dtype = shape.dtype();
+    (rounded(dtype, keys), rounded(dtype, values))
 }
 
-fn rounded(mut values: Vec<f32>) -> Vec<f32> {
-    values.iter_mut().for_each(|value| *value = round_bf16(*value));
+fn rounded(dtype: Dtype, mut values: Vec<f32>) -> Vec<f32> {
+    values.iter_mut().for_each(|value| *value = activation(dtype, *value));
     values
+}
+
+/// A drawn value as an activation: the nearest value of the type that is finite, f16 having an end where draws have none.
+pub(crate) fn activation(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::Bf16 => round_bf16(value),
+        dtype => decode_f32(dtype, encode_f32(dtype, value, Overflow::Saturate)),
+    }
 }

@@ -33,7 +33,9 @@ pub use acceptance::{
 pub use case::{
     AttentionCase, Body, CASE_SCHEMA_VERSION, Case, Family, MergeCase, MergePattern, RuleCase, StateView,
 };
-pub use check::{MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns};
+pub use check::{
+    MAX_ELEMENTS, MAX_RANKS, MAX_REQUESTS, MAX_ROWS, MAX_TOKENS, MAX_WIDTH, patterns, usual_patterns,
+};
 pub use error::CaseError;
 pub use id::default_blocks;
 pub use index_layers::IndexLayersCase;

@@ -93,6 +93,7 @@ fn merge_states(family: Family, case: &MergeCase, seed: u64) -> MergeInputs {
             let drawn = values.gaussian();
             outs.push(match case.pattern {
                 MergePattern::Tagged => tag(states, rows, [state, row, column], d),
+                MergePattern::Extremes => extreme(row, column, drawn),
                 _ if head.readable => round(case.dtype, drawn),
                 _ => f64::NAN,
             });
@@ -144,7 +145,7 @@ fn head_table(family: Family, case: &MergeCase, heads: usize, seed: u64) -> Vec<
         for row in 0..rows {
             let empty = is_empty(case, state, row, &mut empty);
             for head in 0..heads {
-                let mut value = drawn_lse(case.pattern, row + head, &mut lse);
+                let mut value = drawn_lse(case, row + head, &mut lse);
                 let mut readable = true;
                 if empty {
                     (value, readable) = (f32::NEG_INFINITY, false);
@@ -176,11 +177,11 @@ fn is_empty(case: &MergeCase, state: usize, row: usize, counter: &mut Counter) -
 }
 
 /// An LSE; `turn` counts rows and heads.
-fn drawn_lse(pattern: MergePattern, turn: usize, counter: &mut Counter) -> f32 {
-    match pattern {
+fn drawn_lse(case: &MergeCase, turn: usize, counter: &mut Counter) -> f32 {
+    match case.pattern {
         MergePattern::LargeGaps => (gap_factor(turn) * (80.0 * counter.unit_f64() - 40.0)) as f32,
         MergePattern::Tagged => 2.5,
-        MergePattern::NanHalves => f32::from_bits(finite_bits_with_odd_halves(counter)),
+        MergePattern::NanHalves => f32::from_bits(finite_bits_with_odd_halves(case.dtype, counter)),
         _ => (3.0 + counter.gaussian()) as f32,
     }
 }
@@ -195,16 +196,41 @@ fn gap_factor(turn: usize) -> f64 {
 const ODD_HALVES: [u32; 10] =
     [0x7F80, 0xFF80, 0x7FC0, 0x7FC1, 0xFFC1, 0xFFFF, 0x7F81, 0x8000, 0x0001, 0x0000];
 
+/// The same of f16, which has five bits of exponent: signalling and quiet NaNs, infinities, subnormal numbers.
+const ODD_HALVES_OF_F16: [u32; 10] =
+    [0x7C00, 0xFC00, 0x7E00, 0x7C01, 0xFE01, 0xFFFF, 0x7DFF, 0x8001, 0x0001, 0x03FF];
+
+/// 16-bit halves that are odd in a type of states.
+fn odd_halves(dtype: Dtype) -> [u32; 10] {
+    if dtype == Dtype::F16 { ODD_HALVES_OF_F16 } else { ODD_HALVES }
+}
+
 /// A number of moderate size whose low half alone would be a NaN or an infinity.
-fn finite_bits_with_odd_halves(counter: &mut Counter) -> u32 {
+fn finite_bits_with_odd_halves(dtype: Dtype, counter: &mut Counter) -> u32 {
     const HIGH: [u32; 4] = [0xC049, 0x3F80, 0x4120, 0xBF00];
-    HIGH[counter.below(4) as usize] << 16 | ODD_HALVES[counter.below(10) as usize]
+    HIGH[counter.below(4) as usize] << 16 | odd_halves(dtype)[counter.below(10) as usize]
 }
 
 /// A value that spells state, row and head. All LSEs are equal, so the merge is the mean over states and would hide a swap of
 /// two states: each state speaks in elements of its own.
 fn tag(states: usize, rows: usize, [state, row, head]: [usize; 3], d: usize) -> f64 {
     if d % states == state { 1.0 + ((head * rows + row) % 251) as f64 } else { 0.0 }
+}
+
+/// A value at one end of f16, by row: nearly the largest one, so that a sum of two leaves the range unless it is weighed first; or a
+/// few steps of 2^−24, so that a format without subnormals has nothing. Signs are those of the draws, but for every other head, whose
+/// large values are all of one sign and add up.
+fn extreme(row: usize, head: usize, drawn: f64) -> f64 {
+    let step = 2f64.powi(-24);
+    let part = (drawn.abs() * 16.0).fract();
+    let size = match row % 3 {
+        // 60000 to 64992, which steps of 32 spell
+        0 => 60_000.0 + (part * 156.0).round() * 32.0,
+        1 => (part * 40.0).round() * step,
+        // the last normal numbers and the first subnormal ones
+        _ => (1000.0 + (part * 60.0).round()) * step,
+    };
+    if head.is_multiple_of(2) { size } else { size.copysign(drawn) }
 }
 
 fn merge_segments(case: &MergeCase, seed: u64) -> MergeInputs {
@@ -261,7 +287,7 @@ fn segment_statistics(pattern: MergePattern, turn: usize, draws: &mut [Counter; 
 fn pack_lse(case: &MergeCase, seed: u64) -> MergeInputs {
     let count = case.world * case.rows * case.heads_per_rank;
     let mut counter = Stream::MergeLse.counter(seed);
-    let lses: Vec<f32> = (0..count).map(|index| packed_lse(case.pattern, index, &mut counter)).collect();
+    let lses: Vec<f32> = (0..count).map(|index| packed_lse(case, index, &mut counter)).collect();
     let tensors = Tensors::new().with("lse", viewed_bits(&[count], &lses, 0, StateView::Contiguous));
     MergeInputs {
         family: Family::PackLse,
@@ -275,15 +301,16 @@ fn pack_lse(case: &MergeCase, seed: u64) -> MergeInputs {
     }
 }
 
-fn packed_lse(pattern: MergePattern, index: usize, counter: &mut Counter) -> f32 {
+fn packed_lse(case: &MergeCase, index: usize, counter: &mut Counter) -> f32 {
     let bits = counter.next_u64() as u32;
-    match pattern {
+    match case.pattern {
         MergePattern::SomeEmpty if index.is_multiple_of(2) => f32::NEG_INFINITY,
         MergePattern::BrokenLse => {
             [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, f32::MIN_POSITIVE / 4.0][index % 5]
         }
         MergePattern::NanHalves => {
-            let (high, low) = (ODD_HALVES[index % 10], ODD_HALVES[index / 10 % 10]);
+            let halves = odd_halves(case.dtype);
+            let (high, low) = (halves[index % 10], halves[index / 10 % 10]);
             // every pair of odd halves first, then any bits at all
             f32::from_bits(if index < 100 { high << 16 | low } else { bits })
         }
@@ -458,6 +485,34 @@ mod tests {
         let odd = codes.iter().filter(|code| **code & 0x7F80 == 0x7F80).count();
         assert!(inputs.lses.iter().all(|lse| lse.is_finite()));
         assert!(odd * 2 > codes.len(), "{odd} of {}", codes.len());
+    }
+
+    #[test]
+    fn extremes_lie_at_both_ends_of_f16_and_a_sum_of_two_leaves_it() {
+        let inputs = inputs("merge_partials/w4.t6.h2.d64.f16.a2a.hi_lo/extremes/contiguous/3");
+        let (largest, least) = (Dtype::F16.max_finite(), 2f64.powi(-14));
+        assert!(inputs.outs.iter().all(|out| round(Dtype::F16, *out) == *out && out.abs() <= largest));
+        assert_eq!(inputs.tensors.get("partial_out").unwrap().to_f64(), inputs.outs);
+        let count = |holds: &dyn Fn(f64) -> bool| inputs.outs.iter().filter(|out| holds(**out)).count();
+        let third = inputs.outs.len() / 3;
+        assert_eq!(count(&|out| 2.0 * out.abs() > largest), third);
+        assert!(count(&|out| out.abs() < least) > third && count(&|out| out.abs() == least) > 0);
+        assert!(count(&|out| out < 0.0) > third / 2);
+    }
+
+    #[test]
+    fn halves_are_odd_in_the_type_of_the_states() {
+        for (dtype, exponent) in [(Dtype::Bf16, 0x7F80), (Dtype::F16, 0x7C00)] {
+            let odd = odd_halves(dtype).into_iter().filter(|half| half & exponent == exponent).count();
+            assert_eq!(odd, 7, "{dtype}");
+            for half in odd_halves(dtype) {
+                let value = shardcheck_formats::decode(dtype, u64::from(half));
+                assert!(
+                    !value.is_finite() || value.abs() < 2f64.powi(dtype.min_exponent()),
+                    "{dtype} {half:04x}"
+                );
+            }
+        }
     }
 
     #[test]

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 use shardcheck_engine::{
     Activation, Attention, Configuration, LayerPattern, Operation, StackPcp, StackPlan, StreamLayout,
 };
+use shardcheck_formats::Dtype;
 
 pub use inputs::{StackInputs, StackTurn, generate_stack};
 pub use mixture::StackMixture;
@@ -241,6 +242,9 @@ impl StackCase {
         }
         if self.session.latent_output || configuration.second_group.is_some() {
             return fail("a stack has up-projections, and one KV group".to_owned());
+        }
+        if configuration.dtype != Dtype::Bf16 {
+            return fail(format!("activations of a stack are bf16, not {}", configuration.dtype));
         }
         let other = |step: &&Step| match step {
             Step::Run { kind, .. } => !matches!(kind, RunKind::Decode | RunKind::Verify),

@@ -2,6 +2,7 @@
 
 mod acceptance;
 mod experts;
+mod half;
 mod index_layers;
 mod kda;
 mod prefill;
@@ -21,7 +22,7 @@ use crate::covering::covering;
 use crate::stream::Stream;
 use crate::{
     Body, Case, Family, MergeCase, MergePattern, Model, Placement, Probe, StateView, generate_sequence,
-    patterns, rules,
+    rules, usual_patterns,
 };
 
 /// Most rounds of covering arrays that a part is filled from before its count is given up.
@@ -148,6 +149,7 @@ pub fn suite(name: SuiteName, seed: u64) -> Vec<Case> {
     for part in &file.shared {
         part.collect(seed, &mut suite);
     }
+    file.f16.collect(&file.axes, seed, &mut suite);
     for set in &file.rules {
         for rule in rules::rule_set(*set) {
             suite.cases.push(Case::rules(rule.clone()));
@@ -191,7 +193,7 @@ fn key_of(model: &str, c: &Configuration) -> Vec<String> {
     let sizes = [c.dcp, c.tp, c.heads_per_rank, c.interleave, c.block_size];
     let mut key = vec![model.to_owned()];
     key.extend(sizes.map(|size| format!("{size:08}")));
-    key.push(format!("{} {} {:?} {:?}", c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
+    key.push(format!("{} {} {} {:?} {:?}", c.dtype, c.kv_dtype, c.kv_scale, c.comm_backend, c.lane_order));
     key
 }
 
@@ -275,9 +277,11 @@ struct SuiteFile {
     #[serde(default)]
     stack: Vec<WrittenSequence>,
     generated: Option<GeneratedSequences>,
+    #[serde(default)]
+    f16: half::HalfParts,
 }
 
-/// A session by hand, of a sequence or of a stack: the id up to the seed, and why it is there.
+/// A case by hand, such as a session of a sequence or of a stack: the id up to the seed, and why it is there.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WrittenSequence {
@@ -444,7 +448,8 @@ impl AxesFile {
     }
 }
 
-/// A covering array over the axes of a merge family; its patterns are all that the family knows, unless it says otherwise.
+/// A covering array over the axes of a merge family; its patterns are all that the family knows for any type of states, unless it says
+/// otherwise.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MergePart {
@@ -464,7 +469,8 @@ struct MergePart {
 
 impl MergePart {
     fn collect(&self, seed: u64, suite: &mut Collector) {
-        let patterns = self.patterns.as_deref().unwrap_or_else(|| patterns(self.family));
+        let patterns = self.patterns.clone().unwrap_or_else(|| usual_patterns(self.family));
+        let patterns = patterns.as_slice();
         let levels = [
             self.worlds.len(),
             patterns.len(),
@@ -556,7 +562,7 @@ mod tests {
                     other => panic!("{other:?} in {}", part.family),
                 })
             };
-            for pattern in patterns(part.family) {
+            for pattern in &part.patterns.clone().unwrap_or_else(|| usual_patterns(part.family)) {
                 for view in &part.views {
                     let together = merges().any(|m| m.pattern == *pattern && m.view == *view);
                     assert!(together, "{} {} {}", part.family, pattern.name(), view.name());
@@ -584,7 +590,9 @@ mod tests {
         for name in SuiteName::ALL {
             let file: SuiteFile = toml::from_str(name.text()).unwrap();
             assert!(file.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
-            assert!(file.sequence.iter().chain(&file.stack).all(|own| own.why.len() > 10), "{name}");
+            let written = file.sequence.iter().chain(&file.stack).chain(&file.f16.written);
+            assert!(written.into_iter().all(|own| own.why.len() > 10), "{name}");
+            assert!(file.f16.edge.iter().all(|edge| edge.why.len() > 10), "{name}");
         }
     }
 }

@@ -353,7 +353,8 @@ fn merges_that_make_no_sense_are_out_of_range() {
         ("merge_states/w2.t4.h3.d8.f32.a2a.hi_lo/nan_halves/contiguous/7", "does not go with"),
         ("merge_segments/w3.t4.h3.d8.bf16.a2a.hi_lo/random/contiguous/7", "segments are f32"),
         ("merge_segments/w3.t4.h3.d8.f32.a2a.hi_lo/random/sliced/7", "contiguous"),
-        ("merge_partials/w3.t4.h3.d8.e5m2.a2a.hi_lo/random/sliced/7", "f32 or bf16"),
+        ("merge_partials/w3.t4.h3.d8.e5m2.a2a.hi_lo/random/sliced/7", "f32, bf16 or f16"),
+        ("merge_partials/w3.t4.h3.d8.bf16.a2a.hi_lo/extremes/sliced/7", "are those of f16"),
         ("merge_partials/w0.t4.h3.d8.bf16.a2a.hi_lo/random/sliced/7", "world is 0"),
         ("merge_partials/w256.t65536.h4096.d4096.bf16.a2a.hi_lo/random/sliced/7", "2^31"),
     ] {

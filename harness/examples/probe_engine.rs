@@ -107,6 +107,7 @@ impl Scene {
             interleave,
             block_size: BLOCK,
             blocks: entries + 1,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.125,

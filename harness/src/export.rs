@@ -8,6 +8,7 @@ mod filed;
 mod plan;
 mod write;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
@@ -240,7 +241,9 @@ fn default_operation(kind: OperationKind) -> OperationProfile {
         OperationKind::Layout => vec!["sub_page_table".to_owned()],
         _ => Vec::new(),
     };
-    OperationProfile { contract, conventions, observables: Vec::new(), absent }
+    let (observables, dtypes) = (Vec::new(), BTreeMap::new());
+    let profile = OperationProfile { contract, conventions, observables, absent, dtypes };
+    if kind.has_activations() { profile.with_f16() } else { profile }
 }
 
 #[cfg(test)]

@@ -128,6 +128,8 @@ impl Observed {
 pub struct Run {
     session: Box<dyn Session>,
     profile: Profile,
+    /// Element type of the session's activations.
+    dtype: Dtype,
     steps: usize,
     changes: Rc<RefCell<Vec<Change>>>,
 }
@@ -142,10 +144,16 @@ impl Run {
         if configuration.second_group.is_some() && !engine.profile().second_group {
             return Err(Halt::Unsupported("the engine does not declare a second KV group".to_owned()));
         }
+        let dtype = configuration.dtype;
+        // an engine that knows of no such activations may not know what to make of the configuration either
+        if !engine.profile().operations.values().any(|operation| operation.takes(dtype)) {
+            return Err(Halt::Unsupported(format!("the engine does not declare activations of {dtype}")));
+        }
         match engine.open(configuration)? {
             Answer::Done(session) => Ok(Self {
                 session,
                 profile: engine.profile().clone(),
+                dtype,
                 steps: 0,
                 changes: Rc::clone(&watched.changes),
             }),
@@ -158,6 +166,11 @@ impl Run {
     /// # Errors
     /// [`Halt`] when the engine does not do it or fails.
     pub fn step(&mut self, operation: &Operation, inputs: &Tensors) -> Result<Observed, Halt> {
+        let kind = operation.kind(inputs);
+        let takes = self.profile.operation(kind).is_none_or(|operation| operation.takes(self.dtype));
+        if kind.has_activations() && !takes {
+            return Err(Halt::Unsupported(format!("the engine does not declare {kind} in {}", self.dtype)));
+        }
         let mut given = inputs.clone();
         self.steps += 1;
         match self.session.step(operation, &mut given)? {
@@ -175,12 +188,12 @@ impl Run {
                     };
                     self.changes.borrow_mut().push(Change {
                         step: self.steps,
-                        operation: operation.kind(inputs),
+                        operation: kind,
                         group,
                         tensors: changed_inputs.clone(),
                     });
                 }
-                let declared = self.profile.operation(operation.kind(inputs));
+                let declared = self.profile.operation(kind);
                 let absent = declared.map(|operation| operation.absent.clone()).unwrap_or_default();
                 Ok(Observed { reply, changed_inputs, absent })
             }

@@ -41,7 +41,7 @@ pub(crate) fn gathered_query(material: &AttentionMaterial, observed: &Observed) 
     let dim = material.configuration().attention.qk_dim();
     let axes = gathered_axes(material, dim);
     let shape: Vec<_> = [axes[0].1, axes[1].1, axes[2].1, dim].to_vec();
-    let seen = observed.observable("gathered_query", Dtype::Bf16, &shape)?.to_f32();
+    let seen = observed.observable("gathered_query", material.configuration().dtype, &shape)?.to_f32();
     let mut comparison = Comparison::new("gathered_query");
     let (rows, gathered) = (shape[1], shape[2]);
     for rank in 0..shape[0] {

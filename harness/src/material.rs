@@ -502,16 +502,21 @@ impl AttentionMaterial {
     /// [`Halt::Unsupported`] when the engine does not declare the step, [`Halt::Inconclusive`] when it declares no contract for it.
     pub(crate) fn contract(&self) -> Result<Contract, Halt> {
         let kind = asked_kind(self.family, &self.case.workload);
-        if self.profile.operation(kind).is_none() {
-            return Err(Halt::Unsupported(format!("the engine does not declare {kind}")));
+        let dtype = self.configuration().dtype;
+        match self.profile.operation(kind) {
+            None => return Err(Halt::Unsupported(format!("the engine does not declare {kind}"))),
+            Some(operation) if !operation.takes(dtype) => {
+                return Err(Halt::Unsupported(format!("the engine does not declare {kind} in {dtype}")));
+            }
+            Some(_) => {}
         }
-        contract_of(&self.profile, kind, self.configuration().comm_backend)
+        contract_of(&self.profile, kind, dtype, self.configuration().comm_backend)
             .ok_or_else(|| Halt::Inconclusive(format!("the engine declares no rounding contract for {kind}")))
     }
 
-    /// Element type of `out`: what the contract says, bf16 where there is none.
+    /// Element type of `out`: what the contract says, that of activations where there is none.
     pub fn output_dtype(&self) -> Dtype {
-        self.contract().map_or(Dtype::Bf16, |contract| contract.output)
+        self.contract().map_or(self.configuration().dtype, |contract| contract.output)
     }
 
     /// What the case reaches, for the line against vacuity.

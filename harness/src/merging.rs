@@ -48,7 +48,7 @@ impl MergeMaterial {
         if nothing == 0.0 {
             inputs = inputs.with_zeros_for_nothing();
         }
-        let contract = contract_for(profile, family, case.comm_backend);
+        let contract = contract_for(profile, family, case.configuration(family).dtype, case.comm_backend);
         let mut contract = contract.unwrap_or_else(|| Contract::bf16_default(Merge::A2a));
         contract.output = case.dtype;
         let names: &[(&str, &str)] = match family {

@@ -102,7 +102,7 @@ impl PrefillMaterial {
 
 /// Queries as the kernel reads them. A scale is a power of two, so that dividing and folding it in again round nothing.
 fn cast(query: &mut [f32], case: &AttendPcpCase, conventions: &Conventions) {
-    if case.query_dtype == Dtype::Bf16 {
+    if !case.query_dtype.is_fp8() {
         return;
     }
     for value in query {

@@ -2,7 +2,7 @@
 
 use shardcheck_cases::{Inputs, cache_code, cache_value};
 use shardcheck_engine::{Attention, Conventions, Operation, OperationKind, Tensor, Tensors};
-use shardcheck_formats::{Contract, Dtype, round_bf16};
+use shardcheck_formats::{Contract, Dtype, round_f32};
 use shardcheck_references::probe::{Code, Decoder, Rounding, Seen, Sight, Space, Token};
 
 use crate::laboratory::{Halt, Laboratory, Observed, Run, Watched};
@@ -158,7 +158,11 @@ impl<'a> Bench<'a> {
     /// `units` of the cache scale as the cache holds them.
     pub fn held(&self, units: f32) -> f64 {
         let configuration = self.material.configuration();
-        let code = cache_code(configuration, self.written_by(), round_bf16(units * configuration.kv_scale));
+        let code = cache_code(
+            configuration,
+            self.written_by(),
+            round_f32(configuration.dtype, units * configuration.kv_scale),
+        );
         f64::from(cache_value(configuration, code))
     }
 
@@ -219,8 +223,9 @@ impl<'a> Bench<'a> {
         if attention.is_mla() {
             key[..value.len()].copy_from_slice(&value);
         }
-        let written =
-            |row: Vec<f32>| row.iter().map(|units| round_bf16(units * configuration.kv_scale)).collect();
+        let written = |row: Vec<f32>| {
+            row.iter().map(|units| round_f32(configuration.dtype, units * configuration.kv_scale)).collect()
+        };
         let (key, value): (Vec<f32>, Vec<f32>) = (written(key), written(value));
         (key.repeat(attention.kv_heads()), value.repeat(attention.kv_heads()))
     }

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use shardcheck_cases::{Body, Case, Family};
 use shardcheck_engine::{Configuration, Engine, OperationKind, Profile};
+use shardcheck_formats::Dtype;
 
 use crate::event::{CaseResult, Check, Coverage};
 use crate::finding::Finding;
@@ -20,8 +21,8 @@ use crate::status::Status;
 pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> bool) -> CaseResult {
     let started = Instant::now();
     let outcome = catch_unwind(AssertUnwindSafe(|| {
-        if let Some(kind) = undeclared(case, engine.profile()) {
-            let finding = Finding::Unsupported(format!("the engine does not declare {kind}"));
+        if let Some(what) = undeclared(case, engine.profile()) {
+            let finding = Finding::Unsupported(format!("the engine does not declare {what}"));
             return (vec![Check::new("case", finding)], Coverage::default());
         }
         let material = Material::of(case, engine.profile());
@@ -55,13 +56,22 @@ pub fn judge_case(case: &Case, engine: &dyn Engine, only: &dyn Fn(&Property) -> 
     }
 }
 
-/// The operation without which there is nothing to ask an engine in this case, if its profile lacks that.
-fn undeclared(case: &Case, profile: &Profile) -> Option<OperationKind> {
+/// The operation without which there is nothing to ask an engine in this case, if its profile lacks that, or the type of activations if
+/// it lacks the operation in that type.
+fn undeclared(case: &Case, profile: &Profile) -> Option<String> {
     let needed = match &case.body {
         Body::Sequence(_) => Some(OperationKind::WriteKv),
         _ => case.family.operation(),
     };
-    needed.filter(|kind| profile.operation(*kind).is_none())
+    let needed = needed?;
+    let dtype = case.configuration().map_or(Dtype::Bf16, |configuration| configuration.dtype);
+    match profile.operation(needed) {
+        None => Some(needed.to_string()),
+        Some(operation) if needed.has_activations() && !operation.takes(dtype) => {
+            Some(format!("{needed} in {dtype}"))
+        }
+        Some(_) => None,
+    }
 }
 
 /// Whether a stored result is not what deciding again comes to, or contradicts the checks that it holds itself.

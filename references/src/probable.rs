@@ -11,7 +11,7 @@ use crate::bound::accumulation::HalfUlp;
 use crate::bound::output::probability_floor;
 use crate::bound::{StateBound, U32, bound_state};
 use crate::moments::{Moments, Part, State, Statistics, Underivable};
-use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 
 /// The chance of a violation in a whole problem that the bound is usually stated for.
@@ -79,7 +79,7 @@ struct Squares {
     probability: f64,
     /// Partial outputs.
     partial: f64,
-    /// A merge in bf16.
+    /// A merge in 16 bits.
     merge: f64,
     /// Sums over tokens.
     sum: f64,
@@ -99,8 +99,8 @@ impl Squares {
             }
         }
         let depth = contract.depth_for(state.tokens) as f64;
-        let merge = match contract.merge {
-            Merge::AgRsBf16 if merged => merge_square(contract, state, probability, d),
+        let merge = match contract.merge.rounded_to() {
+            Some(dtype) if merged => merge_square(dtype, contract, state, probability, d),
             _ => 0.0,
         };
         Self { probability, partial, merge, sum: depth * (contract.u_acc * abs).powi(2) }
@@ -151,8 +151,8 @@ fn part_square(contract: &Contract, part: &Part, out: f64, d: usize) -> f64 {
 }
 
 /// Roundings of a reduce-scatter in bf16, squared: of each product, and of each inner sum in the order of ranks.
-fn merge_square(contract: &Contract, state: &State, probability: f64, d: usize) -> f64 {
-    let half_ulp = HalfUlp::of(Dtype::Bf16);
+fn merge_square(dtype: Dtype, contract: &Contract, state: &State, probability: f64, d: usize) -> f64 {
+    let half_ulp = HalfUlp::of(dtype);
     let (mut square, mut sum, mut sum_square) = (0.0, 0.0f64, 0.0f64);
     for (index, part) in state.parts.iter().enumerate() {
         let term = part.weight * part.out[d];
@@ -175,6 +175,7 @@ mod tests {
     use crate::layout::Layout;
     use crate::split::Split;
     use crate::visibility::Visible;
+    use shardcheck_formats::contract::Merge;
     use shardcheck_formats::recipe::Counter;
 
     fn moments(tokens: usize, repeat: usize) -> Moments {
@@ -250,17 +251,18 @@ mod tests {
         let travels =
             |part: &&Part| part.weight * hulp(contract.partial, part.out[d].abs() + 2.0 * own(part).sqrt());
         let partial: f64 = held.iter().map(|part| travels(part).powi(2)).sum();
+        let added = contract.merge.rounded_to().unwrap_or(Dtype::F32);
         let products = |part: &&Part| {
-            hulp(Dtype::Bf16, (part.weight * part.out[d]).abs() + 2.0 * part.weight * own(part).sqrt())
+            hulp(added, (part.weight * part.out[d]).abs() + 2.0 * part.weight * own(part).sqrt())
         };
-        let mut in_bf16: f64 = held.iter().map(|part| products(part).powi(2)).sum();
+        let mut in_16: f64 = held.iter().map(|part| products(part).powi(2)).sum();
         for last in 1..world.saturating_sub(1) {
             let terms = || state.parts[..=last].iter().map(|part| part.weight * part.out[d]);
             let reach = terms().sum::<f64>().abs().max(terms().map(|term| term * term).sum::<f64>().sqrt());
-            in_bf16 += hulp(Dtype::Bf16, reach + 2.0 * probability.sqrt()).powi(2);
+            in_16 += hulp(added, reach + 2.0 * probability.sqrt()).powi(2);
         }
         let several = if world > 1 { 1.0 } else { 0.0 };
-        let merge = if contract.merge == Merge::AgRsBf16 { several * in_bf16 } else { 0.0 };
+        let merge = contract.merge.rounded_to().map_or(0.0, |_| several * in_16);
         let abs: f64 = held.iter().map(|part| part.weight * part.abs[d]).sum();
         let sum = contract.depth_for(state.tokens) as f64 * (contract.u_acc * abs).powi(2);
         let squares = probability + several * partial + merge + sum;
@@ -291,6 +293,7 @@ mod tests {
         let contracts = [
             contract(Merge::A2a),
             contract(Merge::AgRsBf16),
+            contract(Merge::AgRsBf16).in_f16(),
             Contract { l_rounded: true, ..contract(Merge::A2a) },
             Contract { partial: Dtype::F32, ..Contract::bf16_default(Merge::AgRsF32) },
             narrow,

@@ -138,7 +138,8 @@ impl Used {
 }
 
 fn contract(random: &mut Counter) -> Contract {
-    let merge = Merge::ALL[random.below(3) as usize];
+    // f16 is a way to be of a whole engine
+    let merge = [Merge::A2a, Merge::AgRsF32, Merge::AgRsBf16][random.below(3) as usize];
     let mut contract = Contract::bf16_default(merge);
     contract.tile_min = 16;
     match random.below(7) {
@@ -150,9 +151,7 @@ fn contract(random: &mut Counter) -> Contract {
             contract.p_floor = 2f64.powi(-10);
         }
         4 => contract.partial = Dtype::F32,
-        5 => {
-            (contract.p_dtype, contract.partial, contract.output) = (Some(Dtype::F16), Dtype::F16, Dtype::F16)
-        }
+        5 => contract = contract.in_f16(),
         _ => {}
     }
     contract
@@ -258,7 +257,7 @@ fn the_probable_bound_is_not_broken_where_its_gates_hold_and_its_deviation_is_ab
         let layout = Layout::new([1, 4, 8][run as usize % 3], 1, 1).unwrap();
         let visible = [Visible::Prefix(1024)];
         let contract =
-            Contract { u_acc: 2f64.powi(-24), ..Contract::bf16_default(Merge::ALL[run as usize / 3 % 3]) };
+            Contract { u_acc: 2f64.powi(-24), ..Contract::bf16_default(Merge::ALL[run as usize / 3 % 4]) };
         let moments = Moments::collect_with::<Fixed, f32>(&problem, Split::Ranks(&layout), &visible).unwrap();
         let probable = probable(&moments, &contract, USUAL_CHANCE).unwrap();
         assert!(probable.gates_hold.iter().all(|holds| *holds));
@@ -308,8 +307,8 @@ fn a_conforming_merge_of_given_partials_is_never_outside() {
     for run in 0..600 {
         let parts = 1 + random.below(8) as usize;
         let (v_dim, spread) = (16, [0.5, 5.0, 80.0][run % 3]);
-        let mut contract = Contract::bf16_default(Merge::ALL[random.below(3) as usize]);
-        contract.output = [Dtype::Bf16, Dtype::F32][random.below(2) as usize];
+        let mut contract = Contract::bf16_default(Merge::ALL[random.below(4) as usize]);
+        contract.output = [Dtype::Bf16, Dtype::F32, Dtype::F16][random.below(3) as usize];
         let given: Vec<(Vec<f32>, f32)> = (0..parts)
             .map(|_| {
                 let out = (0..v_dim).map(|_| random.gaussian() as f32).collect();

@@ -91,7 +91,7 @@ fn a_conforming_engine_raises_no_alarm_whatever_its_inputs() {
             _ => {}
         }
         let layout = Layout::new([1, 3, 8][run / 9 % 3], 1, 1).unwrap();
-        let mut contract = contract(Merge::ALL[run % 3]);
+        let mut contract = contract(Merge::ALL[run % 4]);
         contract.l_rounded = run % 5 == 0;
         let habits = Habits { truncate: run % 2 == 0, ..HABITS };
         contract.u_acc *= 2.0;

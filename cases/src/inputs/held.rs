@@ -21,7 +21,7 @@ pub fn cache_value(configuration: &Configuration, code: u64) -> f32 {
 
 impl Inputs {
     /// Keys of each request [L, K, Dk] as attention sees them: through the cache, except the new rows of the context family,
-    /// which the operation brings along in bf16.
+    /// which the operation brings along as they are.
     pub fn held_keys(&self, conventions: &Conventions) -> Vec<Vec<f32>> {
         let attention = self.case.configuration.attention;
         self.held(&self.keys, attention.kv_heads() * attention.qk_dim(), conventions)

@@ -6,7 +6,7 @@
 //! scale times a power of two, so that they survive the cast to an 8-bit format exactly.
 
 use shardcheck_engine::{Attention, Configuration};
-use shardcheck_formats::{half_ulp, round_bf16};
+use shardcheck_formats::{Dtype, half_ulp};
 
 use super::blocks::blocks_needed;
 use super::code::TokenCode;
@@ -65,6 +65,11 @@ impl<'a> Shape<'a> {
             shape.value_means = shape.means(Stream::ValueMean, shape.value_elements());
         }
         shape
+    }
+
+    /// Element type of activations.
+    pub fn dtype(&self) -> Dtype {
+        self.case.configuration.dtype
     }
 
     /// Elements of the keys of one token: K · Dk.
@@ -172,11 +177,12 @@ impl<'a> Shape<'a> {
         let level = self.poison_level(self.case.workload.max_query_tokens().saturating_sub(1));
         for head in keys.chunks_exact_mut(self.attention().qk_dim()) {
             for index in 0..self.steered() {
-                head[self.element(index)] = round_bf16(self.poison_steps(level) * self.step());
+                head[self.element(index)] =
+                    super::activation(self.dtype(), self.poison_steps(level) * self.step());
             }
             self.poison_latent(level, head);
         }
-        values.fill(round_bf16(self.poison_value(level)));
+        values.fill(super::activation(self.dtype(), self.poison_value(level)));
         (keys, values)
     }
 
@@ -364,7 +370,7 @@ impl<'a> Shape<'a> {
     /// The value of a forbidden key in the even elements of the latent part, and nothing in the odd ones, which queries read.
     fn poison_latent(&self, level: usize, head: &mut [f32]) {
         if let Attention::Mla { kv_lora_rank, .. } = self.attention() {
-            let value = round_bf16(self.poison_value(level));
+            let value = super::activation(self.dtype(), self.poison_value(level));
             head[..kv_lora_rank]
                 .iter_mut()
                 .enumerate()

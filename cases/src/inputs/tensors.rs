@@ -1,7 +1,7 @@
 //! The tensors of each operation, made from drawn inputs.
 
 use shardcheck_engine::{Configuration, Conventions, Tensor, Tensors};
-use shardcheck_formats::{Dtype, Overflow, encode};
+use shardcheck_formats::{Overflow, encode};
 
 use super::blocks::place;
 use super::draw::Draw;
@@ -59,7 +59,7 @@ impl Inputs {
         let mut tensors = self.layout().with("query", self.query_tensor());
         if let Some(w_uv) = &self.w_uv {
             let shape = [configuration.total_heads(), attention.value_dim(), attention.v_head_dim()];
-            tensors.insert("w_uv", Tensor::from_f32(Dtype::Bf16, &shape, w_uv));
+            tensors.insert("w_uv", Tensor::from_f32(configuration.dtype, &shape, w_uv));
         }
         tensors
     }
@@ -77,7 +77,8 @@ impl Inputs {
 
     /// Inputs of [`shardcheck_engine::Operation::AttendSinks`].
     pub fn attend_sinks(&self) -> Tensors {
-        self.attend().with("sinks", Tensor::from_f32(Dtype::F32, &[self.sinks.len()], &self.sinks))
+        self.attend()
+            .with("sinks", Tensor::from_f32(shardcheck_formats::Dtype::F32, &[self.sinks.len()], &self.sinks))
     }
 
     /// Inputs of [`shardcheck_engine::Operation::AttendContext`]; keys and values of graph-padding rows are NaN.
@@ -164,7 +165,7 @@ impl Inputs {
         let configuration = &self.case.configuration;
         let rows = self.case.workload.total_rows();
         let shape = [rows, configuration.total_heads(), configuration.attention.qk_dim()];
-        Tensor::from_f32(Dtype::Bf16, &shape, &self.query)
+        Tensor::from_f32(configuration.dtype, &shape, &self.query)
     }
 
     fn lens(&self, len: impl Fn(&crate::Request) -> usize) -> Tensor {
@@ -194,7 +195,7 @@ impl Inputs {
         padding: usize,
         first: impl Fn(usize) -> usize,
     ) -> Tensors {
-        let attention = self.case.configuration.attention;
+        let (attention, dtype) = (self.case.configuration.attention, self.case.configuration.dtype);
         let (mut positions, mut requests) = (Vec::new(), Vec::new());
         for request in 0..keys.len() {
             positions.extend(tokens(request).map(|position| position as i64));
@@ -212,7 +213,7 @@ impl Inputs {
                 all.extend_from_slice(&source[request][start * elements..(start + range.len()) * elements]);
             }
             all.resize(count * elements, f32::NAN);
-            Tensor::from_f32(Dtype::Bf16, &[count, attention.kv_heads(), width], &all)
+            Tensor::from_f32(dtype, &[count, attention.kv_heads(), width], &all)
         };
         let mut tensors = Tensors::new()
             .with("key", gather(keys, attention.qk_dim()))

@@ -98,11 +98,12 @@ impl AttendPcpCase {
             );
         }
         match (self.query_dtype, self.query_scale) {
-            (Dtype::Bf16, 1.0) => {}
+            (dtype, 1.0) if dtype == c.dtype => {}
             (Dtype::E4m3fn, scale) if SCALES.map(|power| 2f32.powi(power)).any(|power| power == scale) => {}
             (dtype, scale) => {
                 return fail(format!(
-                    "queries of {dtype}@{scale}; they are bf16, or e4m3fn with a power of two"
+                    "queries of {dtype}@{scale}; they are {} as activations are, or e4m3fn with a power of two",
+                    c.dtype
                 ));
             }
         }
@@ -124,8 +125,8 @@ impl AttendPcpCase {
     pub(crate) fn spell(&self) -> String {
         let configuration = spell_configuration(&self.model, &self.configuration, false);
         let query = match self.query_dtype {
-            Dtype::Bf16 => Dtype::Bf16.name().to_owned(),
-            dtype => format!("{dtype}@{}", self.query_scale),
+            dtype if dtype.is_fp8() => format!("{dtype}@{}", self.query_scale),
+            dtype => dtype.name().to_owned(),
         };
         let (batch, model, placement) = (self.batch.spell(), &self.model, self.placement.name());
         format!("{batch}/{model}/{configuration}/{placement}.{query}/{}", self.probe)

@@ -4,10 +4,9 @@
 //! the block of another, has other content, so that reading what was there before shows.
 
 use shardcheck_engine::Configuration;
-use shardcheck_formats::round_bf16;
 
 use super::{SequenceCase, Turn};
-use crate::inputs::draw::Draw;
+use crate::inputs::{activation, draw::Draw};
 use crate::stream::Stream;
 use crate::{AttentionCase, Inputs};
 
@@ -58,7 +57,7 @@ impl Turn {
         let mut row = vec![0.0; elements];
         for index in 0..case.workload.query_rows() {
             draw.gaussian(Stream::Query, self.step, index * elements, &mut row);
-            query.extend(row.iter().map(|value| round_bf16(value * size)));
+            query.extend(row.iter().map(|value| activation(configuration.dtype, value * size)));
         }
         query.resize(case.workload.total_rows() * elements, f32::NAN);
         query
@@ -88,7 +87,7 @@ pub(super) fn token_row(
     let mut row = vec![0.0; elements];
     draw.gaussian(stream, token as usize, 0, &mut row);
     let unit = unit(configuration);
-    row.iter_mut().for_each(|value| *value = round_bf16(*value * unit));
+    row.iter_mut().for_each(|value| *value = activation(configuration.dtype, *value * unit));
     row
 }
 
@@ -108,6 +107,6 @@ fn up_projection(case: &AttentionCase, draw: &Draw) -> Option<Vec<f32>> {
     let mut matrix = vec![0.0; case.configuration.total_heads() * from * to];
     draw.uniform(Stream::UpProjection, &mut matrix);
     let size = (from as f32).sqrt().recip();
-    matrix.iter_mut().for_each(|value| *value = round_bf16(*value * size));
+    matrix.iter_mut().for_each(|value| *value = activation(case.configuration.dtype, *value * size));
     Some(matrix)
 }

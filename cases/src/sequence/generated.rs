@@ -79,6 +79,7 @@ fn draw_configuration(counter: &mut Counter) -> Configuration {
         interleave,
         block_size: interleave * pick(counter, &[1, 2, 4]),
         blocks: 1,
+        dtype: Dtype::Bf16,
         kv_dtype,
         kv_scale,
         softmax_scale: model.softmax_scale,

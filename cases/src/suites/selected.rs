@@ -79,6 +79,7 @@ impl SelectedPart {
             interleave,
             block_size,
             blocks: default_blocks(&workload, block_size * dcp),
+            dtype: cache.activations,
             kv_dtype: cache.dtype,
             kv_scale: cache.scale,
             softmax_scale: model.softmax_scale,

@@ -137,6 +137,7 @@ fn cache(
         interleave: 1,
         block_size: 64,
         blocks: 1,
+        dtype: Dtype::Bf16,
         kv_dtype: Dtype::Bf16,
         kv_scale: 1.0,
         softmax_scale: 1.0,

@@ -4,7 +4,7 @@
 //! exp2 with errors of its own, probabilities rounded before they meet the values, splits and ranks merged by their LSEs, every
 //! intermediate stored in the format that the contract names. [`Tampering`] turns it into a faulty one.
 
-use shardcheck_formats::{Contract, Counter, Dtype, Merge, Overflow, decode_f32, encode_f32, round_bf16};
+use shardcheck_formats::{Contract, Counter, Dtype, Overflow, decode_f32, encode_f32, round_bf16};
 use shardcheck_references::attention::plain::Problem;
 use shardcheck_references::layout::Layout;
 use shardcheck_references::visibility::Visible;
@@ -339,8 +339,7 @@ impl Engine<'_> {
             (false, true) => shares.iter().map(|share| share / sum).collect(),
             (false, false) => lses.iter().map(|own| exp(own - lse)).collect(),
         };
-        let in_bf16 = self.contract.merge == Merge::AgRsBf16;
-        let round = |x: f32| if in_bf16 { round_bf16(x) } else { x };
+        let round = |x: f32| self.contract.merge.rounded_to().map_or(x, |dtype| round_to(dtype, x));
         let held: Vec<(f32, &Partial)> =
             weights.into_iter().zip(partials).filter(|(weight, _)| *weight > 0.0).collect();
         // one reduction tree for all dimensions: pairs to be added, the second into the first
@@ -411,6 +410,7 @@ fn in_halves(lse: f32) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardcheck_formats::Merge;
     use shardcheck_references::attention::plain::{Values, attend};
 
     struct Scene {

@@ -127,7 +127,7 @@ impl Preset {
         let base = Contract { output, ..Contract::bf16_default(Merge::A2a) };
         match self {
             Self::Bf16 => base,
-            Self::F16 => Contract { p_dtype: Some(Dtype::F16), partial: Dtype::F16, ..base },
+            Self::F16 => Contract { output, ..base.in_f16() },
             Self::F32 => Contract {
                 u_acc: 1.0 / (1u64 << 24) as f64,
                 depth: Depth::Any,

@@ -119,7 +119,7 @@ struct SensitivityArgs {
     #[arg(long = "n", value_delimiter = ',', default_value = "128,4096", value_name = "NUMBERS")]
     tokens: Vec<usize>,
 
-    /// Arithmetic of the merge: a2a, ag_rs_f32, ag_rs_bf16
+    /// Arithmetic of the merge: a2a, ag_rs_f32, ag_rs_bf16, ag_rs_f16
     #[arg(long, default_value = "a2a", value_name = "NAME")]
     merge: Merge,
 

@@ -2,6 +2,7 @@
 
 use shardcheck_cases::{Body, Case, Family};
 use shardcheck_engine::{Configuration, OperationKind, Profile, Provenance, Tensor, Tensors};
+use shardcheck_formats::Dtype;
 
 use super::{OutputShape, StepRequest, TensorShape};
 use crate::laboratory::Laboratory;
@@ -101,14 +102,9 @@ fn step_of(case: &Case, profile: &Profile, index: usize, record: StepRecord) -> 
 }
 
 /// The output of attention has the contract's element type; that of a merge has the one of the given states.
-fn output_dtype(
-    case: &Case,
-    profile: &Profile,
-    kind: OperationKind,
-    name: &str,
-    tensor: &Tensor,
-) -> shardcheck_formats::Dtype {
-    let contract = profile.operation(kind).and_then(|operation| operation.contract.as_ref());
+fn output_dtype(case: &Case, profile: &Profile, kind: OperationKind, name: &str, tensor: &Tensor) -> Dtype {
+    let dtype = case.configuration().map_or(Dtype::Bf16, |configuration| configuration.dtype);
+    let contract = profile.operation(kind).and_then(|operation| operation.contract_of(dtype));
     match contract {
         Some(contract) if name == "out" && !matches!(case.body, Body::Merge(_)) => contract.output,
         _ => tensor.dtype(),

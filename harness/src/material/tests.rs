@@ -295,15 +295,19 @@ fn the_context_family_writes_its_context_alone_and_the_others_all_tokens() {
 #[test]
 fn the_merge_of_the_contract_follows_the_configured_exchange() {
     let engine = shardcheck_cpu::engine();
-    let merge = |backend| contract_for(engine.profile(), Family::Decode, backend).unwrap().merge;
-    assert_eq!(merge(CommBackend::A2a), Merge::A2a);
-    assert_eq!(merge(CommBackend::AgRs), Merge::AgRsBf16);
+    let merge =
+        |dtype, backend| contract_for(engine.profile(), Family::Decode, dtype, backend).unwrap().merge;
+    for dtype in [Dtype::Bf16, Dtype::F16] {
+        assert_eq!(merge(dtype, CommBackend::A2a), Merge::A2a);
+    }
+    assert_eq!(merge(Dtype::Bf16, CommBackend::AgRs), Merge::AgRsBf16);
+    assert_eq!(merge(Dtype::F16, CommBackend::AgRs), Merge::AgRsF16);
     let mut profile = engine.profile().clone();
     let decode = profile.operations.get_mut(&OperationKind::Decode).unwrap();
     decode.contract.as_mut().unwrap().merge = Merge::AgRsF32;
-    let exact = contract_for(&profile, Family::Decode, CommBackend::AgRs).unwrap();
+    let exact = contract_for(&profile, Family::Decode, Dtype::Bf16, CommBackend::AgRs).unwrap();
     assert_eq!(exact.merge, Merge::AgRsF32, "sums in 32 bits are kept where they are declared");
-    assert!(contract_for(engine.profile(), Family::Layout, CommBackend::A2a).is_none());
+    assert!(contract_for(engine.profile(), Family::Layout, Dtype::Bf16, CommBackend::A2a).is_none());
 }
 
 #[test]

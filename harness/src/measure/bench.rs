@@ -177,6 +177,7 @@ fn configuration(attention: Attention, kv_dtype: Dtype, kv_scale: f32, blocks: u
         interleave: 1,
         block_size: BLOCK_TOKENS,
         blocks: blocks.max(1),
+        dtype: Dtype::Bf16,
         kv_dtype,
         kv_scale,
         softmax_scale: 1.0,

@@ -415,7 +415,7 @@ fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let zeros =
         vec![0.0; material.rows.len() * material.heads() * material.configuration().attention.qk_dim()];
     let shape = inputs.get("query").map_err(|e| Halt::Inconclusive(e.to_string()))?.shape().to_vec();
-    inputs.insert("query", Tensor::from_f32(Dtype::Bf16, &shape, &zeros));
+    inputs.insert("query", Tensor::from_f32(material.configuration().dtype, &shape, &zeros));
     let mut run = Run::open(&laboratory.engine, material.configuration())?;
     run.step(&shardcheck_engine::Operation::WriteKv, &material.write_inputs())?;
     let observed = run.step(&material.operation(), &inputs)?;

@@ -6,7 +6,7 @@
 
 use shardcheck_cases::{Body, Case, Family, MergePattern, Probe};
 use shardcheck_engine::{Attention, Tensor, Tensors};
-use shardcheck_formats::{Dtype, round_bf16};
+use shardcheck_formats::{Dtype, round_f32};
 
 use super::Property;
 use crate::finding::{Finding, Stage};
@@ -96,7 +96,7 @@ fn context(laboratory: &Laboratory) -> Result<Finding, Halt> {
         let head = rank * own + flat / dim % own;
         let token = needle(&picking, request, t, head);
         let value = (token * kv_heads + picking.inputs.kv_head(head)) * dim + flat % dim;
-        let value = round_bf16(picking.held_values[request][value]);
+        let value = round_f32(picking.configuration().dtype, picking.held_values[request][value]);
         comparison.element(flat, *seen, Allowed::Exactly(f64::from(value)));
     }
     let axes = [("rank", shape[0]), ("row", rows), ("head", own), ("dim", dim)];
@@ -126,7 +126,11 @@ fn picking(material: &AttentionMaterial) -> Result<AttentionMaterial, Halt> {
         return Err(Halt::Unsupported(format!("{bits} bits of a position do not fit into {room} elements")));
     }
     let sign = |position: usize, bit: usize| if position >> bit & 1 == 1 { 1.0f32 } else { -1.0 };
-    let size = if configuration.kv_dtype.is_fp8() { round_bf16(configuration.kv_scale) } else { 1.0 };
+    let size = if configuration.kv_dtype.is_fp8() {
+        round_f32(configuration.dtype, configuration.kv_scale)
+    } else {
+        1.0
+    };
     let strength = GAP / (2.0 * size * configuration.softmax_scale);
     let mut inputs = material.inputs.clone();
     for keys in &mut inputs.keys {
@@ -142,7 +146,9 @@ fn picking(material: &AttentionMaterial) -> Result<AttentionMaterial, Halt> {
             let query = &mut inputs.query[at..at + dim];
             let wanted = needle(material, *request, *t, head);
             query.fill(0.0);
-            (0..bits).for_each(|bit| query[dim - 1 - bit] = round_bf16(strength * sign(wanted, bit)));
+            (0..bits).for_each(|bit| {
+                query[dim - 1 - bit] = round_f32(configuration.dtype, strength * sign(wanted, bit))
+            });
         }
     }
     material.with_inputs(inputs)

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 
 use shardcheck_cases::{Body, Case, Family, Probe};
-use shardcheck_formats::{Counter, Dtype, round};
+use shardcheck_formats::{Counter, round};
 use shardcheck_references::probe::{Expectation, Gate, KeySelect, Selector, Sight, Token, ranks};
 
 use super::Property;
@@ -295,8 +295,8 @@ fn needle(laboratory: &Laboratory) -> Result<Finding, Halt> {
                 drawn(token, &mut value);
             }
             for (dim, seen) in reading.state(state).iter().enumerate() {
-                // what the cache holds, in the format of the output
-                let held = round(Dtype::Bf16, bench.held(value[dim]));
+                // what the cache holds, in the format of activations
+                let held = round(bench.material.configuration().dtype, bench.held(value[dim]));
                 outs.element(state * reading.dims + dim, *seen, Allowed::Exactly(held / bench.unit));
             }
         }

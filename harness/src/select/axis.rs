@@ -18,7 +18,7 @@ pub enum ChoiceAxis {
     Probe,
     /// Element type of the KV cache.
     Kv,
-    /// Element type of given states.
+    /// Element type of activations and of given states.
     Dtype,
     /// Collectives of the merge.
     Backend,
@@ -297,8 +297,8 @@ pub(super) fn model(case: &Case) -> Option<&str> {
 /// Element types that a KV cache may have, as `Configuration::check` takes them.
 const KV_DTYPES: [Dtype; 6] =
     [Dtype::Bf16, Dtype::F16, Dtype::F32, Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2];
-/// Element types of the states that a merge is given.
-const STATE_DTYPES: [Dtype; 2] = [Dtype::Bf16, Dtype::F32];
+/// Element types of activations and of the states that a merge is given.
+const STATE_DTYPES: [Dtype; 3] = [Dtype::Bf16, Dtype::F16, Dtype::F32];
 
 impl ChoiceAxis {
     fn entry(self) -> (&'static str, &'static str) {
@@ -306,7 +306,7 @@ impl ChoiceAxis {
             Self::Family => ("family", "what the engine is asked"),
             Self::Probe => ("probe", "how queries, keys and values are drawn"),
             Self::Kv => ("kv", "element type of the KV cache"),
-            Self::Dtype => ("dtype", "element type of the states that a merge is given"),
+            Self::Dtype => ("dtype", "element type of activations, or of the states that a merge is given"),
             Self::Backend => ("backend", "collectives that merge the partials"),
             Self::Placement => ("placement", "where the blocks of the requests lie"),
             Self::Pattern => (

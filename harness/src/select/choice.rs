@@ -20,7 +20,10 @@ impl ChoiceAxis {
                 Body::SelectSparse(c) => Some(c.workload.placement.name()),
                 _ => attention(case).map(|c| c.workload.placement.name()),
             },
-            Self::Dtype => merge(case).map(|c| c.dtype.name()),
+            Self::Dtype => match merge(case) {
+                Some(states) => Some(states.dtype.name()),
+                None => session(case).map(|c| c.dtype.name()),
+            },
             Self::Pattern => pattern(case),
             Self::View => merge(case).map(|c| c.view.name()),
             Self::Backend => exchange(case).map(|(backend, _)| backend.name()),

@@ -242,10 +242,12 @@ fn plain_moves(case: &AttentionCase, add: &mut Add<'_>) {
     for probe in Probe::ALL {
         add(&|c| c.probe = probe);
     }
-    add(&|c| {
-        c.configuration.kv_dtype = Dtype::Bf16;
-        c.configuration.kv_scale = 1.0;
-    });
+    for dtype in [Dtype::Bf16, case.configuration.dtype] {
+        add(&|c| {
+            (c.configuration.dtype, c.configuration.kv_dtype) = (dtype, dtype);
+            c.configuration.kv_scale = 1.0;
+        });
+    }
     add(&|c| c.configuration.kv_scale = 1.0);
     add(&|c| c.configuration.query_replication = false);
     add(&|c| c.configuration.project_before_merge = false);

@@ -81,8 +81,13 @@ pub(super) fn attention_moves(whole: &Case, case: &AttendPcpCase) -> Vec<Case> {
         add(&|c| c.probe = probe);
     }
     add(&|c| c.placement = Placement::Sequential);
-    add(&|c| (c.query_dtype, c.query_scale) = (Dtype::Bf16, 1.0));
-    add(&|c| (c.configuration.kv_dtype, c.configuration.kv_scale) = (Dtype::Bf16, 1.0));
+    add(&|c| (c.query_dtype, c.query_scale) = (c.configuration.dtype, 1.0));
+    add(&|c| (c.configuration.kv_dtype, c.configuration.kv_scale) = (c.configuration.dtype, 1.0));
+    add(&|c| {
+        c.configuration.dtype = Dtype::Bf16;
+        (c.configuration.kv_dtype, c.configuration.kv_scale) = (Dtype::Bf16, 1.0);
+        (c.query_dtype, c.query_scale) = (Dtype::Bf16, 1.0);
+    });
     found
 }
 
@@ -115,7 +120,7 @@ pub(super) fn batch_plainness(case: &PcpCase) -> Vec<u64> {
 pub(super) fn plainness(case: &AttendPcpCase) -> Vec<u64> {
     let mut plain = batch_plainness(&case.batch);
     plain.push(case.configuration.dcp as u64);
-    plain.push(u64::from(case.query_dtype != Dtype::Bf16));
+    plain.push(u64::from(case.query_dtype.is_fp8()));
     plain.push(u64::from(case.model == CUSTOM_MODEL));
     plain.extend(size::plainness(&case.attention()));
     plain

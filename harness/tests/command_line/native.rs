@@ -53,6 +53,17 @@ fn play(program: &Program, folder: &Path, arguments: &[&str]) -> Outcome {
 }
 
 #[test]
+fn merges_of_given_states_of_f16_answer_the_gate_in_host_memory() {
+    let program = Program::new();
+    let Some(folder) = stand_ins(&program) else { return };
+    let of_f16 = "family(merge_partials | merge_states | pack_lse) & dtype(f16)";
+    let outcome = play(&program, &folder, &["run", "--suite", "gate", "--engine", "cuda", "-E", of_f16]);
+    assert_eq!(outcome.code, Some(0), "{}{}", outcome.out, outcome.err);
+    let passed = program.record().cases.iter().filter(|case| case.status == Status::Pass).count();
+    assert!(passed > 40, "{passed}");
+}
+
+#[test]
 fn kernels_of_routers_of_experts_of_prefill_and_of_selected_tokens_answer_the_gate_in_host_memory() {
     let program = Program::new();
     let Some(folder) = stand_ins(&program) else { return };

@@ -11,6 +11,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::codec::half_ulp;
 use crate::dtype::Dtype;
 
 /// Arithmetic of the merge of per-rank partial outputs by their log-sum-exp.
@@ -23,11 +24,13 @@ pub enum Merge {
     AgRsF32,
     /// As `AgRsF32`, but each corrected partial and each of the W − 1 sums is rounded to bf16.
     AgRsBf16,
+    /// As `AgRsBf16`, in f16.
+    AgRsF16,
 }
 
 /// A name that is no merge arithmetic.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("unknown merge `{found}`: use one of a2a, ag_rs_f32, ag_rs_bf16")]
+#[error("unknown merge `{found}`: use one of a2a, ag_rs_f32, ag_rs_bf16, ag_rs_f16")]
 pub struct UnknownMerge {
     /// The text that was given.
     pub found: String,
@@ -35,7 +38,7 @@ pub struct UnknownMerge {
 
 impl Merge {
     /// Every merge arithmetic.
-    pub const ALL: [Merge; 3] = [Merge::A2a, Merge::AgRsF32, Merge::AgRsBf16];
+    pub const ALL: [Merge; 4] = [Merge::A2a, Merge::AgRsF32, Merge::AgRsBf16, Merge::AgRsF16];
 
     /// The name used in files and on the command line.
     pub const fn name(self) -> &'static str {
@@ -43,6 +46,16 @@ impl Merge {
             Merge::A2a => "a2a",
             Merge::AgRsF32 => "ag_rs_f32",
             Merge::AgRsBf16 => "ag_rs_bf16",
+            Merge::AgRsF16 => "ag_rs_f16",
+        }
+    }
+
+    /// The 16-bit format that corrected partials and their sums are rounded to; `None` where both stay in f32.
+    pub const fn rounded_to(self) -> Option<Dtype> {
+        match self {
+            Merge::A2a | Merge::AgRsF32 => None,
+            Merge::AgRsBf16 => Some(Dtype::Bf16),
+            Merge::AgRsF16 => Some(Dtype::F16),
         }
     }
 }
@@ -187,6 +200,24 @@ impl Contract {
             merge,
             lse_rel: 0.0,
             output: Dtype::Bf16,
+        }
+    }
+
+    /// The same arithmetic on activations of f16: what is rounded to bf16 is rounded to f16 instead. Probabilities then have
+    /// an absolute floor, half the spacing of f16's subnormals (2^−25), which bf16, with the exponents of f32, has none of.
+    pub fn in_f16(&self) -> Contract {
+        let half = |dtype: Dtype| if dtype == Dtype::Bf16 { Dtype::F16 } else { dtype };
+        let p_floor = match self.p_dtype {
+            Some(Dtype::Bf16) => self.p_floor.max(half_ulp(Dtype::F16, f64::MIN_POSITIVE)),
+            _ => self.p_floor,
+        };
+        Contract {
+            p_dtype: self.p_dtype.map(half),
+            p_floor,
+            partial: half(self.partial),
+            merge: if self.merge == Merge::AgRsBf16 { Merge::AgRsF16 } else { self.merge },
+            output: half(self.output),
+            ..self.clone()
         }
     }
 
@@ -369,6 +400,28 @@ mod tests {
     fn unrounded_probabilities_have_no_roundoff() {
         assert_eq!(Contract { p_dtype: None, ..base() }.u_p(), 0.0);
         assert_eq!(Contract { p_dtype: Some(Dtype::E4m3fnuz), ..base() }.u_p(), 0.0625);
+    }
+
+    #[test]
+    fn in_f16_all_that_was_bf16_is_f16_and_the_rest_stays() {
+        let half = Contract::bf16_default(Merge::AgRsBf16).in_f16();
+        assert_eq!((half.p_dtype, half.partial, half.output), (Some(Dtype::F16), Dtype::F16, Dtype::F16));
+        assert_eq!((half.merge, half.p_floor), (Merge::AgRsF16, 2f64.powi(-25)));
+        assert_eq!(half.check_ceiling(), Ok(()));
+        assert_eq!(half.in_f16(), half);
+        let wide = Contract { p_dtype: None, partial: Dtype::F32, output: Dtype::F32, ..base() };
+        assert_eq!(wide.in_f16(), wide);
+        let narrow = Contract { p_dtype: Some(Dtype::E4m3fn), p_floor: 2f64.powi(-12), ..base() };
+        assert_eq!((narrow.in_f16().p_dtype, narrow.in_f16().p_floor), (narrow.p_dtype, narrow.p_floor));
+        for merge in Merge::ALL {
+            assert_eq!(
+                merge.rounded_to().map(|dtype| format!("ag_rs_{dtype}")),
+                match merge {
+                    Merge::A2a | Merge::AgRsF32 => None,
+                    named => Some(named.name().to_owned()),
+                }
+            );
+        }
     }
 
     #[test]

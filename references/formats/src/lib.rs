@@ -14,4 +14,6 @@ pub use codec::{Overflow, decode, encode, half_ulp, round};
 pub use contract::{Contract, ContractError, Depth, Merge};
 pub use dtype::{Dtype, UnknownDtype};
 pub use recipe::{Counter, Distribution, Recipe, RecipeError, word};
-pub use single::{bf16_from_f32, bf16_to_f32, decode_f32, encode_f32, f16_from_f32, f16_to_f32, round_bf16};
+pub use single::{
+    bf16_from_f32, bf16_to_f32, decode_f32, encode_f32, f16_from_f32, f16_to_f32, round_bf16, round_f32,
+};

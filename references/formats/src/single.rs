@@ -114,6 +114,18 @@ pub fn f16_to_f32(code: u16) -> f32 {
     f32::from_bits(bits | (u32::from(code & 0x8000) << 16))
 }
 
+/// `value` rounded to a float format and back: to nearest even, beyond the largest finite value as
+/// [`Overflow::NonFinite`].
+#[inline(always)]
+pub fn round_f32(dtype: Dtype, value: f32) -> f32 {
+    match dtype {
+        Dtype::F64 | Dtype::F32 => value,
+        Dtype::Bf16 => round_bf16(value),
+        Dtype::F16 => f16_to_f32(f16_from_f32(value)),
+        _ => decode_f32(dtype, encode_f32(dtype, value, Overflow::NonFinite)),
+    }
+}
+
 /// Half of the smallest `e4m3fnuz` value, 2^−11: the largest magnitude that rounds to zero.
 const E4M3FNUZ_LARGEST_TO_ZERO: f32 = f32::from_bits((127 - 11) << 23);
 

@@ -1,6 +1,6 @@
 //! The bound of a merge alone: partial outputs and LSEs are given and exact.
 
-use super::accumulation::{Contribution, merge_arithmetic};
+use super::accumulation::{Contribution, HalfUlp, merge_arithmetic};
 use super::certified::Certified;
 use super::weights::merge_weight_error;
 use super::{Terms, U32};
@@ -45,8 +45,8 @@ impl MergeInputs<'_> {
 /// [`Merge::A2a`]: shardcheck_formats::contract::Merge::A2a
 ///
 /// # Errors
-/// [`Underivable`]: a contributing partial is NaN or infinite, an LSE is NaN or +inf, or the weights may be wrong
-/// by a factor of 2.
+/// [`Underivable`]: a contributing partial is NaN or infinite, an LSE is NaN or +inf, the weights may be wrong
+/// by a factor of 2, or a sum in 16 bits may leave their range.
 ///
 /// # Panics
 /// The shapes do not fit.
@@ -102,7 +102,11 @@ pub fn certify_merge(
             let out = certified.out[index];
             push_terms(&mut terms, contract, &shares, partials.len(), out, eta);
         }
-        certified.pre.extend((0..inputs.v_dim).map(|d| terms.score[d] + terms.merge[d] + terms.rest[d]));
+        let pre = (0..inputs.v_dim).map(|d| terms.score[d] + terms.merge[d] + terms.rest[d]);
+        certified.pre.extend(pre);
+        if certified.pre.iter().rev().take(inputs.v_dim).any(|bound| !bound.is_finite()) {
+            return Err(Underivable::Overflow { row, head });
+        }
         certified.lse_bound.push(if held.is_empty() { 0.0 } else { eta + 4.0 * U32 * total.abs() });
         certified.practical_lse_bound.push(None);
         if let Some(kept) = &mut certified.terms {
@@ -128,7 +132,7 @@ fn push_terms(
     let mut all = shares.to_vec();
     all.resize(parts, Contribution { weight: 0.0, out: 0.0, pre: 0.0 });
     let merge = if parts > 1 {
-        merge_arithmetic(contract, &all, 0.0) + (out.abs() + score) * (2.0 * eta).exp_m1()
+        merge_arithmetic(contract, &all, HalfUlp::EXACT) + (out.abs() + score) * (2.0 * eta).exp_m1()
     } else {
         0.0
     };

@@ -24,7 +24,7 @@ pub struct Terms {
     pub sum: Vec<f64>,
     /// E4: rounding of partial outputs, `Σ g·hulp(|o_r| + preR)`; 0 without a merge.
     pub partial: Vec<f64>,
-    /// E5: merge arithmetic, `(W + 4)u·Σg(|o_r| + preR)`, bf16 sums where the contract says so, and
+    /// E5: merge arithmetic, `(W + 4)u·Σg(|o_r| + preR)`, 16-bit sums where the contract says so, and
     /// `(|o| + E1 + E2 + E3)·expm1(2η)` since published merges multiply by `e^(lse_r − lse)` without normalising
     /// the weights again; 0 without a merge.
     pub merge: Vec<f64>,
@@ -307,7 +307,7 @@ fn terms(
 ) -> Terms {
     let sums = RowSums::of(contract, errors, state);
     let (mut terms, mut shares) = (Terms::default(), Vec::with_capacity(parts.len()));
-    let (half_ulp, roundoff) = (HalfUlp::of(contract.partial), contract.partial.unit_roundoff());
+    let half_ulp = HalfUlp::of(contract.partial);
     for d in 0..state.out.len() {
         let out = state.out[d];
         // the float64 difference may come out too small by its own rounding
@@ -332,7 +332,7 @@ fn terms(
                 pre: bound.pre[d],
             }));
             partial = partial_rounding(&shares, half_ulp);
-            merge = merge_arithmetic(contract, &shares, roundoff)
+            merge = merge_arithmetic(contract, &shares, half_ulp)
                 + (out.abs() + score + probability + sum) * unnormalised;
             rest += (partial + rivals) * unnormalised;
         }

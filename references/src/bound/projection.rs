@@ -320,11 +320,10 @@ impl One<'_> {
         }
         if merged {
             let unnormalised = (2.0 * self.latent_bound.merge_weight_error).exp_m1();
-            let roundoff = self.contract.partial.unit_roundoff();
             for v in 0..self.v_dim() {
                 terms.partial[v] += partial_rounding(&shares[v], half_ulp);
                 let before = terms.score[v] + terms.probability[v] + terms.sum[v] + terms.partial[v];
-                terms.merge[v] = merge_arithmetic(self.contract, &shares[v], roundoff)
+                terms.merge[v] = merge_arithmetic(self.contract, &shares[v], half_ulp)
                     + (self.values.out[v].abs() + before) * unnormalised;
             }
         }
@@ -439,7 +438,7 @@ mod tests {
             let so_far =
                 values_bound.terms.score[v] + values_bound.terms.probability[v] + sum + rounded + travel;
             let common = (2.0 * bound.merge_weight_error).exp_m1() * (values.out[v].abs() + so_far);
-            let merge = merge_arithmetic(self.contract, &shares, partial.unit_roundoff()) + common;
+            let merge = merge_arithmetic(self.contract, &shares, HalfUlp::of(partial)) + common;
             ([sum, rounded + travel, merge, rest], ranks)
         }
     }

@@ -12,8 +12,6 @@ use shardcheck_formats::contract::{Depth, Merge};
 use shardcheck_formats::dtype::Dtype;
 use shardcheck_formats::recipe::Counter;
 
-const BF16_ROUNDOFF: f64 = 1.0 / 256.0;
-
 /// A token with its probability in its part, score, size and value.
 struct Token {
     p: f64,
@@ -196,29 +194,32 @@ impl Written<'_> {
     fn merge(&self, d: usize) -> f64 {
         let (state, contract) = (self.state, self.contract);
         let reach = |index: usize| state.parts[index].out[d].abs() + self.pre_of_part(index, d);
-        let magnitude = self.over_parts(reach) * (1.0 + contract.partial.unit_roundoff());
+        let stored =
+            |dtype: Dtype, x: f64| x * (1.0 + dtype.unit_roundoff()) + half_ulp(dtype, f64::MIN_POSITIVE);
+        let magnitude = self.over_parts(|index| stored(contract.partial, reach(index)));
         let in_f32 = (self.count() + 4.0) * U32 * magnitude;
-        if contract.merge != Merge::AgRsBf16 {
-            return in_f32;
-        }
-        let in_bf16 = |x: f64| half_ulp(Dtype::Bf16, x);
+        let added = match contract.merge {
+            Merge::A2a | Merge::AgRsF32 => return in_f32,
+            Merge::AgRsBf16 => Dtype::Bf16,
+            Merge::AgRsF16 => Dtype::F16,
+        };
+        let (unit, in_added) = (added.unit_roundoff(), |x: f64| half_ulp(added, x));
         let shares: Vec<usize> = (0..self.parts.len()).collect();
-        let product =
-            |index: &usize| in_bf16(state.parts[*index].weight * reach(*index) * (1.0 + BF16_ROUNDOFF));
+        let product = |index: &usize| in_added(state.parts[*index].weight * stored(added, reach(*index)));
         let products: f64 = shares.iter().map(product).sum();
-        let moved = self.over_parts(|index| {
-            self.pre_of_part(index, d) + 2.0 * BF16_ROUNDOFF * state.parts[index].out[d].abs()
-        });
-        let per_part = self.count() * BF16_ROUNDOFF;
-        let slack = (1.0 + per_part) * moved + per_part * magnitude;
-        let finer = contract.output.unit_roundoff() < BF16_ROUNDOFF;
+        let moved = self
+            .over_parts(|index| self.pre_of_part(index, d) + 2.0 * unit * state.parts[index].out[d].abs());
+        let per_part = self.count() * unit;
+        let steps = 2.0 * self.count() * half_ulp(added, f64::MIN_POSITIVE);
+        let slack = (1.0 + per_part) * moved + per_part * magnitude + steps;
+        let finer = contract.output.unit_roundoff() < unit;
         let inner = |size: usize| {
             // the largest magnitude of any sum of at most `size` terms
             let sums = (0..1u32 << shares.len()).filter(|set| set.count_ones() as usize <= size).map(|set| {
                 let chosen = shares.iter().filter(|index| set >> **index & 1 == 1);
                 chosen.map(|index| state.parts[*index].weight * state.parts[*index].out[d]).sum::<f64>().abs()
             });
-            in_bf16(sums.fold(0.0, f64::max) + slack)
+            in_added(sums.fold(0.0, f64::max) + slack)
         };
         let last = if finer { shares.len() } else { shares.len() - 1 };
         in_f32 + products + (2..=last).map(inner).sum::<f64>()
@@ -330,6 +331,8 @@ fn contracts() -> Vec<Contract> {
             lse_rel: 2f64.powi(-16),
             ..usual(Merge::A2a)
         },
+        Contract { depth: Depth::Any, ..usual(Merge::AgRsBf16).in_f16() },
+        Contract { output: Dtype::F32, l_rounded: true, ..usual(Merge::AgRsBf16).in_f16() },
         Contract { u_acc: 2f64.powi(-11), kexp: 15.0, tile_min: 16, l_rounded: true, ..usual(Merge::A2a) },
     ]
 }

@@ -1,7 +1,7 @@
 //! What experts compute of one token, and how far any sharing out of their work may be from it.
 
 use shardcheck_formats::codec::half_ulp;
-use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 
 use crate::bound::{U32, gamma};
@@ -161,10 +161,7 @@ pub fn combine(
 ) -> (Vec<f64>, Vec<f64>) {
     let (mut out, mut bound) = (vec![0.0; hidden], vec![0.0; hidden]);
     let (stored, summed) = if reduction.ranks > 1 {
-        let merge = match contract.merge {
-            Merge::AgRsBf16 => Dtype::Bf16.unit_roundoff(),
-            Merge::A2a | Merge::AgRsF32 => U32,
-        };
+        let merge = contract.merge.rounded_to().map_or(U32, Dtype::unit_roundoff);
         (contract.partial.unit_roundoff(), gamma(reduction.ranks - 1, merge))
     } else {
         (0.0, 0.0)
@@ -193,6 +190,7 @@ mod tests {
     use shardcheck_formats::contract::Depth;
 
     use super::*;
+    use shardcheck_formats::contract::Merge;
 
     /// Chains of n + 3 additions, so that γ of n terms and m more operations is that of n + m + 3.
     fn contract(p_dtype: Option<Dtype>, merge: Merge) -> Contract {

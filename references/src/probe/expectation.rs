@@ -71,7 +71,7 @@ impl<'a> Rounding<'a> {
         let mut pre = own + weights + TINY32 * (1.0 + world as f64) + 1e-15 * exact.abs();
         if world > 1 {
             pre += partial_rounding(&parts, self.half_ulp)
-                + merge_arithmetic(contract, &parts, contract.partial.unit_roundoff())
+                + merge_arithmetic(contract, &parts, self.half_ulp)
                 + (exact.abs() + pre) * (2.0 * eta).exp_m1();
         }
         let (low, high) = interval(exact, pre, contract.output);

@@ -1,7 +1,7 @@
 //! What the plainest conforming engine gives for a row of equal scores: rank after rank, rounded where a contract says.
 
 use shardcheck_formats::codec::round;
-use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 use shardcheck_formats::single::round_bf16;
 
@@ -29,10 +29,11 @@ pub fn plain_row(tally: &Tally, dims: usize, contract: &Contract) -> (Vec<f64>, 
         for rank in (0..world).filter(|rank| counts[*rank] > 0.0) {
             let partial =
                 rounded(contract.partial, tally.rank_sum(dim, rank) as f32 * (1.0 / counts[rank])) as f32;
-            match contract.merge {
-                Merge::A2a | Merge::AgRsF32 => sum += weights[rank] * partial,
-                Merge::AgRsBf16 => sum = round_bf16(sum + round_bf16(weights[rank] * partial)),
-            }
+            let in_format = |value: f32| match contract.merge.rounded_to() {
+                Some(dtype) => rounded(dtype, value) as f32,
+                None => value,
+            };
+            sum = in_format(sum + in_format(weights[rank] * partial));
         }
         rounded(contract.output, sum)
     });
@@ -52,6 +53,7 @@ mod tests {
     use super::*;
     use crate::layout::Layout;
     use crate::probe::{Code, Expectation, Rounding, Space};
+    use shardcheck_formats::contract::Merge;
 
     #[test]
     fn a_plain_row_is_what_is_expected_at_every_length_and_world_size() {

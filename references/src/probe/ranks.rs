@@ -6,8 +6,7 @@
 //! edge.
 
 use shardcheck_formats::codec::round;
-use shardcheck_formats::contract::{Contract, Merge};
-use shardcheck_formats::dtype::Dtype;
+use shardcheck_formats::contract::Contract;
 
 use super::expectation::Element;
 use crate::bound::weights::merge_weight_error;
@@ -69,8 +68,8 @@ pub fn weighed(contract: &Contract, counts: &[i64], values: &[f64]) -> Element {
         if world > 1 {
             ends = ends.map(|end| round(contract.partial, end));
             ends = [ends[0] * weight * (1.0 - slack), ends[1] * weight * (1.0 + slack)];
-            if contract.merge == Merge::AgRsBf16 {
-                ends = ends.map(|end| round(Dtype::Bf16, end));
+            if let Some(dtype) = contract.merge.rounded_to() {
+                ends = ends.map(|end| round(dtype, end));
             }
         }
         low += ends[0].min(ends[1]);
@@ -78,13 +77,13 @@ pub fn weighed(contract: &Contract, counts: &[i64], values: &[f64]) -> Element {
     }
     if world > 1 {
         let size: f64 = low.abs().max(high.abs());
-        let sums = match contract.merge {
-            Merge::AgRsBf16 => 0.0,
-            Merge::A2a | Merge::AgRsF32 => (world + 4) as f64 * U32 * size,
+        let sums = match contract.merge.rounded_to() {
+            Some(_) => 0.0,
+            None => (world + 4) as f64 * U32 * size,
         };
         (low, high) = (low - sums - TINY32 * sums.signum(), high + sums + TINY32 * sums.signum());
-        if contract.merge == Merge::AgRsBf16 {
-            (low, high) = (round(Dtype::Bf16, low), round(Dtype::Bf16, high));
+        if let Some(dtype) = contract.merge.rounded_to() {
+            (low, high) = (round(dtype, low), round(dtype, high));
         }
     }
     Element { exact, low: round(contract.output, low), high: round(contract.output, high) }
@@ -101,6 +100,8 @@ fn own_error(contract: &Contract, count: usize) -> f64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use shardcheck_formats::contract::Merge;
+    use shardcheck_formats::dtype::Dtype;
 
     fn contract(merge: Merge) -> Contract {
         Contract::bf16_default(merge)

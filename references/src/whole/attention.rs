@@ -1,6 +1,6 @@
 //! Attention of one head over keys that are not known exactly.
 
-use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 
 use crate::bound::{U32, gamma};
@@ -127,9 +127,9 @@ fn relative(tokens: usize, world: usize, contract: &Contract) -> f64 {
     let sums = gamma(depth, contract.u_acc) + gamma(depth, U32) + 3.0 * U32;
     let rounded = contract.p_dtype.map_or(0.0, Dtype::unit_roundoff);
     let merged = if world > 1 {
-        let additions = match contract.merge {
-            Merge::AgRsBf16 => gamma(world + 1, Dtype::Bf16.unit_roundoff()),
-            Merge::A2a | Merge::AgRsF32 => gamma(world + 3, U32),
+        let additions = match contract.merge.rounded_to() {
+            Some(dtype) => gamma(world + 1, dtype.unit_roundoff()),
+            None => gamma(world + 3, U32),
         };
         // a partial is stored once in the latent space or behind the projection
         contract.partial.unit_roundoff() + additions

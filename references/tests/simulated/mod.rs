@@ -1,7 +1,7 @@
 //! A float32 engine that keeps a rounding contract: tiles in random order, online softmax, bf16 probabilities,
 //! bf16 partials, and each published merge. It exists to try to break the bound.
 
-use shardcheck_formats::contract::{Contract, Merge};
+use shardcheck_formats::contract::Contract;
 use shardcheck_formats::dtype::Dtype;
 use shardcheck_formats::recipe::Counter;
 use shardcheck_formats::single::round_bf16;
@@ -259,17 +259,13 @@ pub fn merge(contract: &Contract, partials: &[(Vec<f32>, f32)], random: &mut Cou
     let out = (0..partials[0].0.len())
         .map(|d| {
             let mut terms: Vec<f32> = partials.iter().map(|partial| weighted(partial, d)).collect();
-            if contract.merge == Merge::AgRsBf16 {
-                terms.iter_mut().for_each(|x| *x = round_bf16(*x));
-            }
+            let added = |x: f32| contract.merge.rounded_to().map_or(x, |dtype| round_to(dtype, x));
+            terms.iter_mut().for_each(|x| *x = added(*x));
             // any reduction tree
             while terms.len() > 1 {
                 let a = terms.swap_remove(random.below(terms.len() as u64) as usize);
                 let index = random.below(terms.len() as u64) as usize;
-                terms[index] += a;
-                if contract.merge == Merge::AgRsBf16 {
-                    terms[index] = round_bf16(terms[index]);
-                }
+                terms[index] = added(terms[index] + a);
             }
             terms[0]
         })

@@ -33,12 +33,15 @@ pub enum Element {
     F32,
     /// bf16.
     Bf16,
+    /// f16.
+    F16,
 }
 
 impl Element {
     fn code(self) -> c_int {
         match self {
             Self::U8 => 1,
+            Self::F16 => 6,
             Self::F32 => 7,
             Self::Bf16 => 9,
         }

@@ -1,13 +1,13 @@
 //! Attention of new rows over the cached tokens of their request, or over selected ones: decode, verification, draft block.
 
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
-use shardcheck_formats::{Dtype, round_bf16};
+use shardcheck_formats::Dtype;
 
-use crate::batch::{bf16_tensor, query_rows, read_bf16};
+use crate::batch::{half_tensor, query_rows, read_half};
 use crate::cache::{KvFormat, RankCache, TokenRows, read_local_tokens};
 use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
 use crate::grid::{Grids, RowRef};
-use crate::kernel::{KvView, Scratch, attend_row};
+use crate::kernel::{KvView, Scratch, attend_row, round_all};
 use crate::memory::Metadata;
 use crate::merge::{Partial, Wire, merge_with};
 use crate::policies::Policies;
@@ -22,6 +22,8 @@ struct UpProjection {
     weights: Vec<f32>,
     from: usize,
     to: usize,
+    /// Element type of what is projected and of what comes out.
+    dtype: Dtype,
 }
 
 impl UpProjection {
@@ -32,11 +34,12 @@ impl UpProjection {
     ) -> Result<Option<Self>, EngineError> {
         let Some(tensor) = inputs.find("w_uv") else { return Ok(None) };
         let (from, to) = (configuration.attention.value_dim(), configuration.attention.v_head_dim());
-        tensor.expect("w_uv", Dtype::Bf16, &[configuration.total_heads(), from, to])?;
-        Ok(Some(Self { weights: (policies.query.read_projection)(tensor), from, to }))
+        let dtype = configuration.dtype;
+        tensor.expect("w_uv", dtype, &[configuration.total_heads(), from, to])?;
+        Ok(Some(Self { weights: (policies.query.read_projection)(tensor), from, to, dtype }))
     }
 
-    /// Projects every head, in f32, rounded to bf16 once; `head_of` gives a head's place among all heads.
+    /// Projects every head, in f32, rounded to 16 bits once; `head_of` gives a head's place among all heads.
     fn apply(&self, partial: &Partial, head_of: impl Fn(usize) -> usize) -> Partial {
         let mut out = vec![0.0; partial.rows * partial.heads * self.to];
         for (index, row) in out.chunks_exact_mut(self.to).enumerate() {
@@ -46,7 +49,7 @@ impl UpProjection {
             for (value, columns) in latent.iter().zip(weights.chunks_exact(self.to)) {
                 row.iter_mut().zip(columns).for_each(|(sum, weight)| *sum += value * weight);
             }
-            row.iter_mut().for_each(|value| *value = round_bf16(*value));
+            round_all(self.dtype, row);
         }
         Partial { out, lse: partial.lse.clone(), dim: self.to, ..*partial }
     }
@@ -100,7 +103,7 @@ pub fn attend(
         grids,
         format: KvFormat::of(configuration),
         metadata,
-        query: read_bf16(inputs, "query", &[rows, shape.total, dim])?,
+        query: read_half(inputs, "query", configuration.dtype, &[rows, shape.total, dim])?,
         shape,
         up,
         route: dispatch.run,
@@ -149,7 +152,7 @@ impl Step<'_> {
             _ => latent,
         };
         let order = self.configuration.lane_order;
-        let how = (self.route.backend, Wire::Half, order);
+        let how = (self.route.backend, Wire::of(self.configuration.dtype), order);
         let mut merged = merge_with(link, &partial, how, &policies.merge, sinks.as_ref())?;
         if let Some(up) = self.up.as_ref().filter(|_| !self.route.project_before_merge) {
             merged = up.apply(&merged, |head| link.rank * self.shape.own + head);
@@ -206,7 +209,8 @@ impl Step<'_> {
         (heads.gather)(link, selected, self.shape)
     }
 
-    /// Attention of every gathered head over this rank's tokens, or over those in the slots of each row, rounded to bf16.
+    /// Attention of every gathered head over this rank's tokens, or over those in the slots of each row, rounded to the type of
+    /// activations.
     fn local_attention(
         &self,
         (cache, slots): (&RankCache, Option<&[Vec<usize>]>),
@@ -242,7 +246,7 @@ impl Step<'_> {
             let tokens = loaded.as_ref().filter(|_| row_lens[row] > 0).map_or(&empty, |(_, tokens)| tokens);
             let at = row * heads * self.shape.dim;
             let codes = &query[at..at + heads * self.shape.dim];
-            let values: Vec<f32> = codes.iter().map(|c| shardcheck_formats::bf16_to_f32(*c)).collect();
+            let values = self.query_values(codes);
             let padded = (kernel.pad_heads)(&values, self.shape.dim, width);
             for head in 0..width {
                 let kv_head = (kernel.kv_head)(head, heads, format.kv_heads);
@@ -260,10 +264,16 @@ impl Step<'_> {
             }
             let kept = &out[first * dim..(first + heads) * dim];
             let target = &mut partial.out[row * heads * dim..(row + 1) * heads * dim];
-            target.iter_mut().zip(kept).for_each(|(to, from)| *to = round_bf16(*from));
+            target.copy_from_slice(kept);
+            (kernel.store)(self.configuration.dtype, target);
             partial.lse[row * heads..(row + 1) * heads].copy_from_slice(&lse[first_lse..first_lse + heads]);
         }
         Ok(partial)
+    }
+
+    fn query_values(&self, codes: &[u16]) -> Vec<f32> {
+        let read = self.policies.kernel.read_query;
+        codes.iter().map(|code| read(self.configuration.dtype, *code)).collect()
     }
 
     fn tokens_of(
@@ -284,7 +294,7 @@ impl Step<'_> {
 
     fn outputs(&self, run: RankResults<RankAttend>) -> (Tensors, Vec<u64>) {
         let (ranks, rows, own) = (run.results.len(), self.shape.rows, self.shape.own);
-        let heads = self.configuration.gathered_heads();
+        let (heads, dtype) = (self.configuration.gathered_heads(), self.configuration.dtype);
         let results = &run.results;
         let dim = results.first().map_or(0, |r| r.merged.dim);
         let partial_dim = results.first().map_or(0, |r| r.partial.dim);
@@ -294,11 +304,11 @@ impl Step<'_> {
         let gathered: Vec<u16> = results.iter().flat_map(|r| r.gathered.iter().copied()).collect();
         let f32s = |shape: &[usize], values: Vec<f32>| Tensor::from_f32(Dtype::F32, shape, &values);
         let mut outputs = Tensors::new()
-            .with("out", Tensor::from_f32(Dtype::Bf16, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
+            .with("out", Tensor::from_f32(dtype, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
             .with("lse", f32s(&[ranks, rows, own], join(|r| &r.merged.lse)))
             .with("partial_out", f32s(&[ranks, rows, heads, partial_dim], join(|r| &r.partial.out)))
             .with("partial_lse", f32s(&[ranks, rows, heads], join(|r| &r.partial.lse)))
-            .with("gathered_query", bf16_tensor(&[ranks, rows, heads, self.shape.dim], &gathered));
+            .with("gathered_query", half_tensor(dtype, &[ranks, rows, heads, self.shape.dim], &gathered));
         let Some(Plan { selection, lists }) = self.plan else {
             let row_lens = results.iter().flat_map(|rank| rank.row_lens.iter().map(|len| *len as i32));
             let row_lens: Vec<i32> = row_lens.collect();

@@ -180,12 +180,17 @@ pub fn wrong_shape(name: &str, tensor: &Tensor, expected: Vec<usize>) -> EngineE
     shardcheck_engine::TensorError::WrongShape { name: name.to_owned(), expected, found }.into()
 }
 
-/// Codes of a bf16 tensor of that shape, row-major.
+/// Codes of a 16-bit tensor of that element type and shape, row-major.
 ///
 /// # Errors
 /// [`EngineError::Input`] when it is missing, of another dtype or of another shape.
-pub fn read_bf16(inputs: &Tensors, name: &str, shape: &[usize]) -> Result<Vec<u16>, EngineError> {
-    let tensor = inputs.get(name)?.expect(name, Dtype::Bf16, shape)?;
+pub fn read_half(
+    inputs: &Tensors,
+    name: &str,
+    dtype: Dtype,
+    shape: &[usize],
+) -> Result<Vec<u16>, EngineError> {
+    let tensor = inputs.get(name)?.expect(name, dtype, shape)?;
     if tensor.is_contiguous() {
         let words = tensor.bytes().as_chunks::<2>().0;
         return Ok(words[..tensor.len()].iter().map(|b| u16::from_le_bytes(*b)).collect());
@@ -193,10 +198,10 @@ pub fn read_bf16(inputs: &Tensors, name: &str, shape: &[usize]) -> Result<Vec<u1
     Ok(tensor.to_codes().into_iter().map(|code| code as u16).collect())
 }
 
-/// A bf16 tensor from its codes.
-pub fn bf16_tensor(shape: &[usize], codes: &[u16]) -> Tensor {
+/// A tensor of a 16-bit element type from its codes.
+pub fn half_tensor(dtype: Dtype, shape: &[usize], codes: &[u16]) -> Tensor {
     let bytes = codes.iter().flat_map(|code| code.to_le_bytes()).collect();
-    Tensor::new(Dtype::Bf16, shape.to_vec(), bytes).unwrap_or_else(|error| panic!("{error}"))
+    Tensor::new(dtype, shape.to_vec(), bytes).unwrap_or_else(|error| panic!("{error}"))
 }
 
 /// Rows T of a query tensor of shape `[T, heads of all ranks, width]`.

@@ -12,6 +12,8 @@ use crate::grid::{Grid, LayoutPolicies};
 pub struct KvFormat {
     /// Element type.
     pub dtype: Dtype,
+    /// Element type of activations.
+    pub activations: Dtype,
     /// Per-tensor scale: value = code · scale.
     pub scale: f32,
     /// KV heads K.
@@ -36,6 +38,7 @@ impl KvFormat {
         };
         Self {
             dtype: configuration.kv_dtype,
+            activations: configuration.dtype,
             scale: configuration.kv_scale,
             kv_heads: attention.kv_heads(),
             key_dim: attention.qk_dim(),
@@ -235,7 +238,16 @@ mod tests {
     use super::*;
 
     fn format(dtype: Dtype, scale: f32) -> KvFormat {
-        KvFormat { dtype, scale, kv_heads: 1, key_dim: 4, value_dim: 2, rope_start: 2, shared: true }
+        KvFormat {
+            dtype,
+            activations: Dtype::Bf16,
+            scale,
+            kv_heads: 1,
+            key_dim: 4,
+            value_dim: 2,
+            rope_start: 2,
+            shared: true,
+        }
     }
 
     #[test]

@@ -2,15 +2,15 @@
 //! tokens' own causal attention. States stay f32 from the kernel to the last merge; the output is rounded once.
 
 use shardcheck_engine::{Configuration, EngineError, Reply, Tensor, Tensors};
-use shardcheck_formats::{Dtype, bf16_to_f32, round_bf16};
+use shardcheck_formats::Dtype;
 
-use crate::batch::{Batch, query_rows, read_bf16};
+use crate::batch::{Batch, query_rows, read_half};
 use crate::cache::{KvFormat, RankCache, TokenRows};
 use crate::chunks::{ChunkPlan, GatheredRow, StateWeights, clip};
 use crate::communicator::{Link, RankResults, Ranks, Stop, run_ranks};
 use crate::grid::{Grid, RowRef};
 use crate::kernel::{Scratch, attend_row};
-use crate::merge::Partial;
+use crate::merge::{Partial, Wire};
 use crate::policies::Policies;
 use crate::query::{HeadShape, select_heads};
 
@@ -56,7 +56,7 @@ pub fn attend_context(
         dim: format.key_dim,
     };
     let read = |name: &str, dim: usize| -> Result<Vec<f32>, EngineError> {
-        Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &[rows, format.kv_heads, dim])?.to_f32())
+        Ok(inputs.get(name)?.expect(name, configuration.dtype, &[rows, format.kv_heads, dim])?.to_f32())
     };
     let values = if format.shared { Vec::new() } else { read("value", format.value_dim)? };
     let step = Step {
@@ -66,7 +66,7 @@ pub fn attend_context(
         batch,
         rows: batch.row_refs(&policies.layout),
         plan: (policies.context.plan)(&batch.seq_lens, chunk_budget_tokens, &grid),
-        query: read_bf16(inputs, "query", &[rows, shape.total, shape.dim])?,
+        query: read_half(inputs, "query", configuration.dtype, &[rows, shape.total, shape.dim])?,
         shape,
         new: TokenRows { keys: read("key", format.key_dim)?, values },
         policies,
@@ -85,7 +85,8 @@ impl Step<'_> {
     fn run_rank(&self, link: &Link<'_>, cache: &RankCache) -> Result<RankContext, Stop> {
         let first = (self.policies.query.first_own_head)(link.rank, link.member, self.shape.own);
         let codes = select_heads(&self.query, self.shape, first, self.shape.own);
-        let query: Vec<f32> = codes.iter().map(|code| bf16_to_f32(*code)).collect();
+        let (read, dtype) = (self.policies.kernel.read_query, self.configuration.dtype);
+        let query: Vec<f32> = codes.iter().map(|code| read(dtype, *code)).collect();
         let mut context = self.empty_state();
         let (mut gathered_keys, mut chunk_lens) = (Vec::new(), Vec::new());
         for chunk in 0..self.plan.windows.len() {
@@ -108,7 +109,8 @@ impl Step<'_> {
             (&self.new, first, (self.policies.context.visible_new)(row.row, row.query_len))
         });
         let mut merged = self.merge_states(&context, &suffix, self.policies.context.merge_suffix);
-        merged.out.iter_mut().for_each(|value| *value = round_bf16(*value));
+        let wire = Wire::of(dtype);
+        merged.out.iter_mut().for_each(|value| *value = (self.policies.merge.stored)(wire, *value));
         Ok(RankContext { context, merged, gathered_keys, chunk_lens })
     }
 
@@ -222,7 +224,7 @@ impl Step<'_> {
     fn outputs(&self, run: RankResults<RankContext>) -> (Tensors, Vec<u64>) {
         let (ranks, rows, own, dim) =
             (run.results.len(), self.shape.rows, self.shape.own, self.format.value_dim);
-        let (results, format) = (&run.results, &self.format);
+        let (results, format, dtype) = (&run.results, &self.format, self.configuration.dtype);
         let join = |part: fn(&RankContext) -> &[f32]| {
             results.iter().flat_map(|r| part(r).to_vec()).collect::<Vec<_>>()
         };
@@ -232,7 +234,7 @@ impl Step<'_> {
         let f32s = |shape: &[usize], values: &[f32]| Tensor::from_f32(Dtype::F32, shape, values);
         let chunks = [ranks, self.plan.windows.len(), self.plan.padded.len()];
         let outputs = Tensors::new()
-            .with("out", Tensor::from_f32(Dtype::Bf16, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
+            .with("out", Tensor::from_f32(dtype, &[ranks, rows, own, dim], &join(|r| &r.merged.out)))
             .with("lse", f32s(&[ranks, rows, own], &join(|r| &r.merged.lse)))
             .with("context_out", f32s(&[ranks, rows, own, dim], &join(|r| &r.context.out)))
             .with("context_lse", f32s(&[ranks, rows, own], &join(|r| &r.context.lse)))

@@ -10,6 +10,7 @@ mod drafts;
 mod exchange;
 mod gates;
 mod groups;
+mod half;
 mod heads;
 mod hybrid;
 mod kda;
@@ -177,6 +178,7 @@ pub fn faults() -> &'static [Fault] {
             context::FAULTS,
             segments::FAULTS,
             small::FAULTS,
+            half::FAULTS,
             stale::FAULTS,
             steps::FAULTS,
             gates::FAULTS,
@@ -250,6 +252,7 @@ mod faulty {
             interleave: 1,
             block_size: 4,
             blocks: 8,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.3,
@@ -264,7 +267,16 @@ mod faulty {
 
     /// A cache of keys of four elements, of which the last two are rotary, and values of two.
     pub fn format(dtype: Dtype, scale: f32) -> KvFormat {
-        KvFormat { dtype, scale, kv_heads: 1, key_dim: 4, value_dim: 2, rope_start: 2, shared: false }
+        KvFormat {
+            dtype,
+            activations: Dtype::Bf16,
+            scale,
+            kv_heads: 1,
+            key_dim: 4,
+            value_dim: 2,
+            rope_start: 2,
+            shared: false,
+        }
     }
 }
 

@@ -1,10 +1,10 @@
-//! The local attention kernel: online softmax over tiles of tokens, with the roundings of a bf16 GPU kernel.
+//! The local attention kernel: online softmax over tiles of tokens, with the roundings of a 16-bit GPU kernel.
 //!
-//! Scores and sums are f32; the probabilities are rounded to bf16 before they meet the values; the normaliser sums
-//! them unrounded; the LSE is natural (FlashAttention-2's forward pass, one row and head at a time).
+//! Scores and sums are f32; the probabilities are rounded to the type of activations before they meet the values; the
+//! normaliser sums them unrounded; the LSE is natural (FlashAttention-2's forward pass, one row and head at a time).
 
 use shardcheck_engine::Configuration;
-use shardcheck_formats::round_bf16;
+use shardcheck_formats::{Dtype, decode_f32, round_f32};
 
 /// Tokens of one tile: the running maximum is updated once per tile.
 pub const TILE_TOKENS: usize = 64;
@@ -37,6 +37,12 @@ pub struct KernelPolicies {
     pub rescale: fn(f32, f32) -> f32,
     /// Output and LSE of a row without tokens.
     pub empty: EmptyRow,
+    /// The value of a query's code, given the type of activations.
+    pub read_query: fn(Dtype, u16) -> f32,
+    /// Rounds the probabilities of a tile to the type of activations before they meet the values.
+    pub round: fn(Dtype, &mut [f32]),
+    /// Rounds a row of partial outputs to the type of activations, in which it travels.
+    pub store: fn(Dtype, &mut [f32]),
     /// LSE from what was subtracted and the normaliser.
     pub lse: fn(f32, f32) -> f32,
     /// Head width that the kernel runs with, out of the widths it knows.
@@ -60,6 +66,9 @@ impl KernelPolicies {
         shift: |max| max,
         rescale: |old, new| (old - new).exp(),
         empty: EmptyRow { value: f32::NAN, lse: f32::NEG_INFINITY },
+        read_query: |dtype, code| decode_f32(dtype, u64::from(code)),
+        round: round_all,
+        store: round_all,
         lse: |max, sum| max + sum.ln(),
         kernel_heads,
         pad_heads,
@@ -68,6 +77,16 @@ impl KernelPolicies {
         kv_head: |head, heads, kv_heads| (head / (heads / kv_heads)).min(kv_heads - 1),
         seen_by_head: |row_lens, row, _, _| row_lens[row],
     };
+}
+
+/// Every value to the nearest one of a type.
+pub fn round_all(dtype: Dtype, values: &mut [f32]) {
+    // each arm is a loop of its own, so that nothing is decided for each value
+    match dtype {
+        Dtype::Bf16 => values.iter_mut().for_each(|value| *value = round_f32(Dtype::Bf16, *value)),
+        Dtype::F16 => values.iter_mut().for_each(|value| *value = round_f32(Dtype::F16, *value)),
+        other => values.iter_mut().for_each(|value| *value = round_f32(other, *value)),
+    }
 }
 
 /// The next wider width that the kernel knows; the width itself where it knows none as wide (ATOM
@@ -94,6 +113,8 @@ pub struct KvView<'a> {
     pub stride: (usize, usize),
     /// First column of key and value.
     pub column: (usize, usize),
+    /// Element type of activations, which probabilities are rounded to.
+    pub dtype: Dtype,
 }
 
 impl KvView<'_> {
@@ -147,7 +168,7 @@ pub fn attend_row(
         max = tile_max;
         scratch.scores.iter_mut().for_each(|score| *score = (*score - shift).exp());
         sum = sum * rescale + sum_of(&scratch.scores);
-        scratch.scores.iter_mut().for_each(|p| *p = round_bf16(*p));
+        (policies.round)(view.dtype, &mut scratch.scores);
         scratch.tile.fill(0.0);
         add_weighted(&scratch.scores, view, begin, &mut scratch.tile);
         out.iter_mut().zip(&scratch.tile).for_each(|(total, tile)| *total = *total * rescale + tile);
@@ -217,7 +238,7 @@ mod tests {
 
     fn run(query: &[f32], keys: &[f32], values: &[f32], tokens: usize, scale: f32) -> (Vec<f32>, f32) {
         let (kd, vd) = (query.len(), values.len().checked_div(tokens).unwrap_or(2));
-        let view = KvView { keys, values, stride: (kd, vd), column: (0, 0) };
+        let view = KvView { keys, values, stride: (kd, vd), column: (0, 0), dtype: Dtype::Bf16 };
         let mut out = vec![0.0; vd];
         let lse = attend_row(query, view, tokens, scale, &KERNEL, &mut Scratch::default(), &mut out);
         (out, lse)

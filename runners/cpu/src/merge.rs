@@ -6,7 +6,7 @@
 //! after every addition.
 
 use shardcheck_engine::{LaneOrder, LseBase, Tensor};
-use shardcheck_formats::{bf16_from_f32, bf16_to_f32, round_bf16};
+use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_f32};
 
 use crate::communicator::{Link, Stop};
 use crate::lanes::LanePolicies;
@@ -17,18 +17,35 @@ use crate::sinks::Sinks;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wire {
     /// bf16, the LSE in two lanes.
-    Half,
+    Bf16,
+    /// f16, likewise.
+    F16,
     /// f32, the LSE in one.
-    Single,
+    F32,
 }
 
 impl Wire {
+    /// The wire of partials of a type; anything but the two of 16 bits travels in 32.
+    pub fn of(dtype: Dtype) -> Self {
+        match dtype {
+            Dtype::Bf16 => Self::Bf16,
+            Dtype::F16 => Self::F16,
+            _ => Self::F32,
+        }
+    }
+
+    /// Element type.
+    pub fn dtype(self) -> Dtype {
+        match self {
+            Self::Bf16 => Dtype::Bf16,
+            Self::F16 => Dtype::F16,
+            Self::F32 => Dtype::F32,
+        }
+    }
+
     /// A value as the wire holds it.
     pub fn round(self, value: f32) -> f32 {
-        match self {
-            Self::Half => round_bf16(value),
-            Self::Single => value,
-        }
+        round_f32(self.dtype(), value)
     }
 }
 
@@ -68,6 +85,12 @@ pub struct MergePolicies {
     pub combine_base_2: fn(&[f32], &mut [f32]) -> f32,
     /// Multiplies a partial by its weight.
     pub weigh: fn(f32, &mut [f32]),
+    /// A value as it travels: of a partial, or of a partial times its weight where sums are reduced on the way.
+    pub carried: fn(Wire, f32) -> f32,
+    /// A receiver's sum with one more weighed value: `(wire, sum, value)`.
+    pub added: fn(Wire, f32, f32) -> f32,
+    /// A merged value as it is stored.
+    pub stored: fn(Wire, f32) -> f32,
     /// Members in the order in which a gather lays them out, for a world size.
     pub lse_order: fn(usize) -> Vec<usize>,
     /// Block of heads that is sent to a member: `(member, world)`.
@@ -96,6 +119,9 @@ impl MergePolicies {
         combine,
         combine_base_2,
         weigh,
+        carried: Wire::round,
+        added: |_, sum, value| sum + value,
+        stored: Wire::round,
         lse_order: |world| (0..world).collect(),
         sent_block: |member, _| member,
         scattered_block: |member, _| member,
@@ -189,8 +215,8 @@ pub fn merge_with(
     let policies = &Weighing { merge: policies, sinks };
     let merged = match (backend, wire) {
         (Backend::None, _) => scrub_empty(partial, policies),
-        (Backend::A2a, Wire::Half) => merge_a2a_half(link, partial, order, policies)?,
-        (Backend::A2a, Wire::Single) => merge_a2a_single(link, partial, policies)?,
+        (Backend::A2a, Wire::F32) => merge_a2a_single(link, partial, policies)?,
+        (Backend::A2a, half) => merge_a2a_half(link, partial, half, order, policies)?,
         (Backend::AgRs, _) => merge_ag_rs(link, partial, wire, policies)?,
     };
     Ok(place_heads(merged, policies.merge))
@@ -251,18 +277,22 @@ fn place_heads(merged: Partial, policies: &MergePolicies) -> Partial {
 fn merge_a2a_half(
     link: &Link<'_>,
     partial: &Partial,
+    wire: Wire,
     order: LaneOrder,
     policies: &Weighing,
 ) -> Result<Partial, Stop> {
+    let code =
+        |value: &f32| encode_f32(wire.dtype(), (policies.carried)(wire, *value), Overflow::NonFinite) as u16;
     let pieces = pieces_of(link, partial, policies, |row, head, piece: &mut Vec<u16>| {
-        piece.extend(partial.row(row, head).iter().map(|value| bf16_from_f32(*value)));
+        piece.extend(partial.row(row, head).iter().map(code));
         piece.extend((policies.lanes.pack)(partial.lse[row * partial.heads + head].to_bits(), order));
     });
     let received = link.all_to_all("all_to_all_partials", pieces)?;
     let dim = partial.dim;
-    Ok(sum_received(link, partial, policies, Wire::Half, |member, index, row| {
+    Ok(sum_received(link, partial, policies, wire, |member, index, row| {
         let packed = &received[member][index * (dim + 2)..(index + 1) * (dim + 2)];
-        row.iter_mut().zip(packed).for_each(|(value, code)| *value = bf16_to_f32(*code));
+        let value_of = |code: &u16| decode_f32(wire.dtype(), u64::from(*code));
+        row.iter_mut().zip(packed).for_each(|(value, code)| *value = value_of(code));
         f32::from_bits((policies.lanes.unpack)([packed[dim], packed[dim + 1]], order))
     }))
 }
@@ -274,7 +304,7 @@ fn merge_a2a_single(link: &Link<'_>, partial: &Partial, policies: &Weighing) -> 
     });
     let received = link.all_to_all("all_to_all_partials", pieces)?;
     let dim = partial.dim;
-    Ok(sum_received(link, partial, policies, Wire::Single, |member, index, row| {
+    Ok(sum_received(link, partial, policies, Wire::F32, |member, index, row| {
         let packed = &received[member][index * (dim + 1)..(index + 1) * (dim + 1)];
         row.iter_mut().zip(packed).for_each(|(value, bits)| *value = f32::from_bits(*bits));
         f32::from_bits(packed[dim])
@@ -329,9 +359,9 @@ fn sum_received(
         out.fill(0.0);
         for (row, weight) in received.chunks_exact_mut(dim).zip(&weights) {
             (policies.weigh)(*weight, row);
-            out.iter_mut().zip(row).for_each(|(sum, value)| *sum += *value);
+            out.iter_mut().zip(row).for_each(|(sum, value)| *sum = (policies.added)(wire, *sum, *value));
         }
-        out.iter_mut().for_each(|value| *value = wire.round(*value));
+        out.iter_mut().for_each(|value| *value = (policies.stored)(wire, *value));
     }
     merged
 }
@@ -353,7 +383,7 @@ fn merge_ag_rs(link: &Link<'_>, partial: &Partial, wire: Wire, policies: &Weighi
         }
         corrected.lse[index] = policies.combined(&lses, index % partial.heads, &mut weights);
         (policies.weigh)(weights[link.member], row);
-        row.iter_mut().for_each(|value| *value = wire.round(*value));
+        row.iter_mut().for_each(|value| *value = (policies.carried)(wire, *value));
     }
     let pieces = (0..world)
         .map(|member| {
@@ -370,7 +400,7 @@ fn merge_ag_rs(link: &Link<'_>, partial: &Partial, wire: Wire, policies: &Weighi
         out.iter_mut().zip(*part).for_each(|(sum, value)| *sum = wire.round(*sum + value));
     }
     let factor = (policies.reduced)(world);
-    out.iter_mut().for_each(|value| *value = wire.round(*value * factor));
+    out.iter_mut().for_each(|value| *value = (policies.stored)(wire, *value * factor));
     let first = link.member * own;
     let lse = (0..partial.rows)
         .flat_map(|row| corrected.lse[row * partial.heads + first..][..own].iter().copied())

@@ -154,14 +154,15 @@ impl Policies {
     pub fn view<'t>(&self, tokens: &'t TokenRows, format: &KvFormat, kv_head: usize) -> KvView<'t> {
         let (key_stride, value_stride) =
             (format.kv_heads * format.key_dim, format.kv_heads * format.value_dim);
-        let key_column = kv_head * format.key_dim;
+        let (key_column, dtype) = (kv_head * format.key_dim, format.activations);
         if format.shared {
             let value_column = key_column + (self.cache.value_column)(format);
             let (stride, column) = ((key_stride, key_stride), (key_column, value_column));
-            return KvView { keys: &tokens.keys, values: &tokens.keys, stride, column };
+            return KvView { keys: &tokens.keys, values: &tokens.keys, stride, column, dtype };
         }
         let column = (key_column, kv_head * format.value_dim);
-        KvView { keys: &tokens.keys, values: &tokens.values, stride: (key_stride, value_stride), column }
+        let stride = (key_stride, value_stride);
+        KvView { keys: &tokens.keys, values: &tokens.values, stride, column, dtype }
     }
 }
 
@@ -174,6 +175,7 @@ mod tests {
     fn a_view_of_a_kv_head_starts_at_its_columns_and_steps_over_all_heads() {
         let format = KvFormat {
             dtype: Dtype::Bf16,
+            activations: Dtype::F16,
             scale: 1.0,
             kv_heads: 3,
             key_dim: 5,
@@ -184,6 +186,7 @@ mod tests {
         let tokens = TokenRows { keys: vec![1.0; 30], values: vec![2.0; 12] };
         let view = Policies::HEALTHY.view(&tokens, &format, 2);
         assert_eq!((view.stride, view.column), ((15, 6), (10, 4)));
+        assert_eq!(view.dtype, Dtype::F16, "probabilities have the type of activations, not of the cache");
         assert_eq!((view.keys, view.values), (&tokens.keys[..], &tokens.values[..]));
         let latent = Policies::HEALTHY.view(&tokens, &KvFormat { shared: true, ..format }, 2);
         assert_eq!((latent.stride, latent.column), ((15, 15), (10, 10)), "values are columns of the keys");

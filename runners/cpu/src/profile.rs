@@ -99,7 +99,9 @@ fn operation(kind: OperationKind) -> OperationProfile {
         overflow: Overflow::Saturate,
         new_tokens: NewTokens::OnRanks,
     };
-    OperationProfile { contract, conventions, observables, absent: Vec::new() }
+    let profile =
+        OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() };
+    if kind.has_activations() { profile.with_f16() } else { profile }
 }
 
 #[cfg(test)]

@@ -116,7 +116,7 @@ pub fn merge_two_states(inputs: &Tensors, policies: &Policies) -> Result<Reply, 
     };
     let (prefix, suffix) = (state("prefix_out", "prefix_lse")?, state("suffix_out", "suffix_lse")?);
     let mut merged = merge_states(&prefix, &suffix, policies.context.merge_suffix, policies.merge.weigh);
-    merged.out.iter_mut().for_each(|value| *value = wire.round(*value));
+    merged.out.iter_mut().for_each(|value| *value = (policies.merge.stored)(wire, *value));
     let outputs = Tensors::new()
         .with("out", Tensor::from_f32(prefix_tensor.dtype(), &[1, rows, heads, dim], &merged.out))
         .with("lse", Tensor::from_f32(Dtype::F32, &[1, rows, heads], &merged.lse));
@@ -188,8 +188,7 @@ pub fn pack_lse(
 
 fn wire(name: &str, tensor: &Tensor) -> Result<Wire, EngineError> {
     match tensor.dtype() {
-        Dtype::Bf16 => Ok(Wire::Half),
-        Dtype::F32 => Ok(Wire::Single),
+        Dtype::Bf16 | Dtype::F16 | Dtype::F32 => Ok(Wire::of(tensor.dtype())),
         found => Err(TensorError::WrongDtype { name: name.to_owned(), expected: Dtype::Bf16, found }.into()),
     }
 }

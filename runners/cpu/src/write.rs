@@ -26,11 +26,11 @@ pub fn write_kv(
     let format = KvFormat::of(configuration);
     let tokens = inputs.get("positions")?.len();
     let (heads, key_dim, value_dim) = (format.kv_heads, format.key_dim, format.value_dim);
-    let key = inputs.get("key")?.expect("key", Dtype::Bf16, &[tokens, heads, key_dim])?.to_f32();
+    let key = inputs.get("key")?.expect("key", configuration.dtype, &[tokens, heads, key_dim])?.to_f32();
     let value = if format.shared {
         Vec::new()
     } else {
-        inputs.get("value")?.expect("value", Dtype::Bf16, &[tokens, heads, value_dim])?.to_f32()
+        inputs.get("value")?.expect("value", configuration.dtype, &[tokens, heads, value_dim])?.to_f32()
     };
     let positions = inputs.get("positions")?.expect("positions", Dtype::I64, &[tokens])?.to_i64();
     let requests = inputs.get("requests")?.expect("requests", Dtype::I32, &[tokens])?.to_i64();

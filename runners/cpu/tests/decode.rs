@@ -87,6 +87,7 @@ fn eight_bit_caches_give_dense_attention_over_what_they_hold() {
             let scene = Scene::small(4).with(|s| {
                 s.configuration.kv_dtype = dtype;
                 s.configuration.kv_scale = scale;
+                s.in_16_bits(dtype);
                 s.sharpness = 1.0;
             });
             scene.assert_dense();

@@ -74,6 +74,7 @@ fn configuration(random: &mut Random) -> Configuration {
         interleave,
         block_size: interleave * random.of(&[2, 4]),
         blocks: 1200,
+        dtype: Dtype::Bf16,
         kv_dtype,
         kv_scale: if kv_dtype.size_bytes() == 1 { random.of(&[0.02, 0.5]) } else { 1.0 },
         softmax_scale: 1.0 / (attention.qk_dim() as f32).sqrt(),

@@ -28,6 +28,7 @@ fn configuration(ranks: usize, comm_backend: CommBackend) -> Configuration {
         interleave: 1,
         block_size: 64,
         blocks: 128,
+        dtype: Dtype::Bf16,
         kv_dtype: Dtype::Bf16,
         kv_scale: 1.0,
         softmax_scale: 0.134_763,

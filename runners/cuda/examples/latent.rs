@@ -18,6 +18,7 @@ fn configuration(blocks: usize, kv_dtype: Dtype) -> Configuration {
         interleave: 1,
         block_size: 64,
         blocks,
+        dtype: Dtype::Bf16,
         kv_dtype,
         kv_scale: 1.0,
         softmax_scale: 0.134_763,

@@ -145,7 +145,7 @@ impl Step {
             (configuration.attention.value_dim(), configuration.attention.v_head_dim());
         let (dim, _) = dims(&route, bucket.projects, value_dim, v_head_dim);
         let heads = configuration.gathered_heads();
-        let merge = MergeShape { rows: bucket.rows, heads, dim, wire: Wire::Half, lse_base: LseBase::E };
+        let merge = MergeShape { rows: bucket.rows, heads, dim, wire: Wire::Bf16, lse_base: LseBase::E };
         let part = |seat: &Seat| Part::allocate(seat, team.has_fabric(), v_head_dim, (kernel, route, bucket));
         Ok(Self {
             bucket,

@@ -135,7 +135,7 @@ pub fn attend_context(
         for (seat, context) in walk.seats.iter().zip(&contexts) {
             let state = seat.attend_chunk(&counts, chunks.tokens)?;
             let merged = (&context.0, &context.1);
-            enqueue_merge(seat.queue, (context, &state), seat.states(), Wire::Single, MERGE_CHUNK, merged)?;
+            enqueue_merge(seat.queue, (context, &state), seat.states(), Wire::F32, MERGE_CHUNK, merged)?;
         }
         chunks.add(counts, gathers);
     }
@@ -283,7 +283,7 @@ impl<'a> SeatWalk<'a> {
         self.queue.fill(&out, 0xFF)?;
         self.queue.fill(&lse, 0xFF)?;
         let merged = (&out, &lse);
-        enqueue_merge(self.queue, (context, &suffix), (states, dim), Wire::Half, MERGE_SUFFIX, merged)?;
+        enqueue_merge(self.queue, (context, &suffix), (states, dim), Wire::Bf16, MERGE_SUFFIX, merged)?;
         Ok((out, lse))
     }
 

@@ -1,6 +1,7 @@
 //! The merge of partials on the device: the kernels before and after an exchange, and the exchange itself.
 
 use shardcheck_engine::{CommBackend, Configuration, EffectivePath, EngineError, LaneOrder, LseBase};
+use shardcheck_formats::Dtype;
 
 use crate::queue::{Argument, Buffer, Extent};
 use crate::shape::Shape;
@@ -10,27 +11,43 @@ use crate::team::{Absence, Seat, Team};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Wire {
     /// bf16, the LSE in two lanes.
-    Half,
+    Bf16,
+    /// f16, likewise.
+    F16,
     /// f32, the LSE in one.
-    Single,
+    F32,
 }
 
 impl Wire {
     /// Bytes of an element.
     pub fn bytes(self) -> usize {
         match self {
-            Self::Half => 2,
-            Self::Single => 4,
+            Self::Bf16 | Self::F16 => 2,
+            Self::F32 => 4,
         }
     }
 
-    /// As an argument of a kernel.
+    /// The wire of given outputs of a type, if there is one.
+    pub fn of(dtype: Dtype) -> Option<Self> {
+        match dtype {
+            Dtype::Bf16 => Some(Self::Bf16),
+            Dtype::F16 => Some(Self::F16),
+            Dtype::F32 => Some(Self::F32),
+            _ => None,
+        }
+    }
+
+    /// As an argument of a kernel: `WireType` of the kernels.
     pub fn argument(self) -> Argument {
-        Argument::Int(i32::from(self == Self::Half))
+        Argument::Int(match self {
+            Self::F32 => 0,
+            Self::Bf16 => 1,
+            Self::F16 => 2,
+        })
     }
 
     fn lanes(self) -> usize {
-        if self == Self::Half { 2 } else { 1 }
+        if self == Self::F32 { 1 } else { 2 }
     }
 }
 

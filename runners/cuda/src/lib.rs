@@ -48,6 +48,7 @@ fn test_configuration() -> shardcheck_engine::Configuration {
         interleave: 4,
         block_size: 8,
         blocks: 4,
+        dtype: shardcheck_formats::Dtype::Bf16,
         kv_dtype: shardcheck_formats::Dtype::Bf16,
         kv_scale: 1.0,
         softmax_scale: 0.25,

@@ -152,7 +152,15 @@ fn operation(kind: OperationKind) -> OperationProfile {
         overflow: Overflow::Saturate,
         new_tokens: NewTokens::OnRanks,
     };
-    OperationProfile { contract, conventions, observables, absent: Vec::new() }
+    let profile =
+        OperationProfile { contract, conventions, observables, absent: Vec::new(), dtypes: BTreeMap::new() };
+    // kernels of attention hold their queries and keys in bf16
+    match kind {
+        OperationKind::MergePartials | OperationKind::MergeStates | OperationKind::PackLse => {
+            profile.with_f16()
+        }
+        _ => profile,
+    }
 }
 
 #[cfg(test)]

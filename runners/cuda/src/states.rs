@@ -10,7 +10,7 @@ use shardcheck_formats::Dtype;
 use crate::batch::{contiguous, wrong_shape};
 use crate::exchange::{MergeBuffers, MergeShape, Route, Wire};
 use crate::queue::{Argument, Buffer, Extent, Queue};
-use crate::shape::Shape;
+use crate::shape::{Shape, code_of};
 use crate::team::{Seat, Team};
 
 /// `MergeStep` of the kernels.
@@ -118,7 +118,7 @@ pub fn enqueue_merge(
         second.0.argument(),
         second.1.argument(),
         Argument::Int(dim as i32),
-        Argument::Int(i32::from(wire == Wire::Half)),
+        wire.argument(),
         Argument::Int(step),
         out.argument(),
         lse.argument(),
@@ -204,11 +204,11 @@ pub fn whole(
 }
 
 fn wire(name: &str, tensor: &Tensor) -> Result<Wire, EngineError> {
-    match tensor.dtype() {
-        Dtype::Bf16 => Ok(Wire::Half),
-        Dtype::F32 => Ok(Wire::Single),
-        found => Err(TensorError::WrongDtype { name: name.to_owned(), expected: Dtype::Bf16, found }.into()),
-    }
+    Wire::of(tensor.dtype()).ok_or_else(|| unknown(name, tensor.dtype()))
+}
+
+fn unknown(name: &str, found: Dtype) -> EngineError {
+    TensorError::WrongDtype { name: name.to_owned(), expected: Dtype::Bf16, found }.into()
 }
 
 /// The elements of a given tensor in f32, row-major, whatever its strides; the walk is the device's.
@@ -245,7 +245,8 @@ fn read_strided(
     let missing = 4 - extents.len();
     let extents = [&vec![1; missing], extents].concat();
     let strides = [&vec![0; missing], strides].concat();
-    let mut arguments = vec![Argument::Pointer(address), Argument::Int(i32::from(dtype == Dtype::F32) * 2)];
+    let code = code_of(dtype).ok_or_else(|| unknown("a given state", dtype))?;
+    let mut arguments = vec![Argument::Pointer(address), Argument::Int(code)];
     arguments.push(Argument::Long(count as i64));
     arguments.extend(extents[1..].iter().map(|extent| Argument::Int(*extent as i32)));
     arguments.extend(strides.iter().map(|stride| Argument::Long(*stride as i64)));
@@ -256,13 +257,13 @@ fn read_strided(
 
 /// f32 elements in the wire's type.
 fn on_wire(queue: &Arc<Queue>, single: Buffer, wire: Wire) -> Result<Buffer, EngineError> {
-    if wire == Wire::Single {
+    if wire == Wire::F32 {
         return Ok(single);
     }
     let count = single.bytes() / 4;
     let half = queue.allocate(2 * count)?;
     if count > 0 {
-        let arguments = [single.argument(), Argument::Long(count as i64), half.argument()];
+        let arguments = [single.argument(), Argument::Long(count as i64), wire.argument(), half.argument()];
         queue.launch("narrow", Extent::over(count), &arguments)?;
     }
     Ok(half)

@@ -120,7 +120,7 @@ impl Exchange {
         let queues = devices.map(|device| Queue::new(Arc::clone(device))).collect::<Result<_, _>>()?;
         let team = Team::new(queues, configuration, engine.fabric().cloned(), None);
         let (heads, dim) = (configuration.gathered_heads(), configuration.attention.value_dim());
-        let shape = MergeShape { rows, heads, dim, wire: Wire::Half, lse_base: LseBase::E };
+        let shape = MergeShape { rows, heads, dim, wire: Wire::Bf16, lse_base: LseBase::E };
         let own = heads / configuration.dcp;
         let states = team.each(|Seat { queue, shape }| {
             let at = shape.ranks as usize * rows;

@@ -131,7 +131,11 @@ pub struct Configuration {
     pub block_size: usize,
     /// Physical blocks in each rank's cache.
     pub blocks: usize,
-    /// Element type of the cache.
+    /// Element type of activations, bf16 or f16: queries, keys and values of new tokens, up-projections and, where the contract
+    /// does not say otherwise, what is computed of them. Left out of the text where it is bf16.
+    #[serde(default = "bf16", skip_serializing_if = "is_bf16")]
+    pub dtype: Dtype,
+    /// Element type of the cache: that of activations, f32, or one of 8 bits.
     pub kv_dtype: Dtype,
     /// Per-tensor scale: stored = cast(x / kv_scale), value = stored · kv_scale. 1 for 16-bit caches.
     pub kv_scale: f32,
@@ -151,6 +155,14 @@ pub struct Configuration {
     /// same ranks and of the same batches. Steps for it are [`crate::Operation::InGroup`]. It has no group beside it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub second_group: Option<Box<Configuration>>,
+}
+
+fn bf16() -> Dtype {
+    Dtype::Bf16
+}
+
+fn is_bf16(dtype: &Dtype) -> bool {
+    *dtype == Dtype::Bf16
 }
 
 /// A configuration that contradicts itself.
@@ -218,12 +230,7 @@ impl Configuration {
             let (heads, kv) = (self.gathered_heads(), self.attention.kv_heads());
             return fail(format!("{heads} gathered query heads do not divide over {kv} KV heads"));
         }
-        if !matches!(
-            self.kv_dtype,
-            Dtype::Bf16 | Dtype::F16 | Dtype::F32 | Dtype::E4m3fn | Dtype::E4m3fnuz | Dtype::E5m2
-        ) {
-            return fail(format!("a KV cache of {} is not a float format", self.kv_dtype));
-        }
+        self.check_dtypes()?;
         for (name, value) in [("kv_scale", self.kv_scale), ("softmax_scale", self.softmax_scale)] {
             if !(value.is_finite() && value > 0.0) {
                 return fail(format!("{name} is {value}; it must be finite and above zero"));
@@ -236,12 +243,35 @@ impl Configuration {
                 second.tp, self.tp
             ));
         }
+        if second.dtype != self.dtype {
+            return fail(format!(
+                "the second KV group has activations of {}; the model's are {}",
+                second.dtype, self.dtype
+            ));
+        }
         if second.second_group.is_some() {
             return fail("the second KV group has a group beside it: there may be two".to_owned());
         }
         second
             .check()
             .map_err(|error| ConfigurationError { reason: format!("second KV group: {}", error.reason) })
+    }
+
+    /// Formats of activations and of the cache.
+    fn check_dtypes(&self) -> Result<(), ConfigurationError> {
+        let (dtype, kv_dtype) = (self.dtype, self.kv_dtype);
+        let reason = match (dtype, kv_dtype) {
+            (Dtype::Bf16 | Dtype::F16, Dtype::F32 | Dtype::E4m3fn | Dtype::E4m3fnuz | Dtype::E5m2) => {
+                return Ok(());
+            }
+            (Dtype::Bf16, Dtype::Bf16) | (Dtype::F16, Dtype::F16) => return Ok(()),
+            (Dtype::Bf16 | Dtype::F16, Dtype::Bf16 | Dtype::F16) => {
+                format!("a {kv_dtype} cache under activations of {dtype}: a cache of 16 bits has their type")
+            }
+            (Dtype::Bf16 | Dtype::F16, _) => format!("a KV cache of {kv_dtype} is not a float format"),
+            _ => format!("activations of {dtype}: they are bf16 or f16"),
+        };
+        Err(ConfigurationError { reason })
     }
 
     /// The configuration of a KV group by its number, without the group beside it; `None` where there is none.
@@ -267,6 +297,7 @@ mod tests {
             interleave: 4,
             block_size: 8,
             blocks: 4,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.25,
@@ -304,15 +335,31 @@ mod tests {
     }
 
     #[test]
+    fn activations_are_bf16_where_the_text_does_not_say_f16() {
+        let usual = configuration();
+        assert!(!serde_json::to_string(&usual).unwrap().contains("\"dtype\""));
+        for kv_dtype in [Dtype::F16, Dtype::F32, Dtype::E4m3fn, Dtype::E4m3fnuz, Dtype::E5m2] {
+            let half = Configuration { dtype: Dtype::F16, kv_dtype, ..usual.clone() };
+            half.check().unwrap();
+            let text = serde_json::to_string(&half).unwrap();
+            assert!(text.contains("\"dtype\":\"f16\""), "{text}");
+            assert_eq!(serde_json::from_str::<Configuration>(&text).unwrap(), half);
+        }
+    }
+
+    #[test]
     fn each_contradiction_is_named() {
         type Break = fn(&mut Configuration);
-        let cases: [(Break, &str); 9] = [
+        let cases: [(Break, &str); 12] = [
             (|c| c.dcp = 3, "does not divide tp"),
             (|c| c.interleave = 16, "larger than the block size"),
             (|c| c.interleave = 3, "not a multiple of interleave"),
             (|c| c.kv_scale = f32::NAN, "kv_scale"),
             (|c| c.blocks = 0, "blocks is 0"),
             (|c| c.kv_dtype = Dtype::I32, "not a float format"),
+            (|c| c.dtype = Dtype::F32, "they are bf16 or f16"),
+            (|c| c.kv_dtype = Dtype::F16, "has their type"),
+            (|c| c.dtype = Dtype::F16, "has their type"),
             (|c| c.second_group = Some(Box::new(Configuration { tp: 2, ..c.clone() })), "the same 4 ranks"),
             (
                 |c| c.second_group = Some(Box::new(Configuration { dcp: 3, ..c.clone() })),

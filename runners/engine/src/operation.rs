@@ -423,6 +423,24 @@ impl OperationKind {
         }
     }
 
+    /// Whether what the operation is given, or what its result travels behind, has the type of a session's activations, so that an
+    /// engine declares which types it takes.
+    pub fn has_activations(self) -> bool {
+        matches!(
+            self,
+            Self::WriteKv
+                | Self::Decode
+                | Self::Verify
+                | Self::Draft
+                | Self::Context
+                | Self::AttendPcp
+                | Self::AttendSelected
+                | Self::MergePartials
+                | Self::MergeStates
+                | Self::PackLse
+        )
+    }
+
     /// The tensors of the operation, inputs first.
     pub fn tensors(self) -> &'static [TensorSpec] {
         match self {

@@ -116,9 +116,9 @@ pub struct PcpPlan {
     pub decodes: PcpDecodes,
     /// Rows that a rank runs at least, such as those of a graph; 0 asks for none.
     pub padded_rows: usize,
-    /// What queries are cast to before they meet a key: bf16, as they are given, or e4m3fn.
+    /// What queries are cast to before they meet a key: the type of activations, as they are given, or e4m3fn.
     pub query_dtype: Dtype,
-    /// The scale of that cast, a power of two: a query is code · scale, the code being cast(value / scale). 1 for bf16.
+    /// The scale of that cast, a power of two: a query is code · scale, the code being cast(value / scale). 1 where they are not cast.
     pub query_scale: f32,
 }
 
@@ -168,14 +168,14 @@ pub(crate) const LAYOUT: &[TensorSpec] = &[
 ];
 
 pub(crate) const ATTEND: &[TensorSpec] = &[
-    spec("query", Given, "bf16 [N, Hall, Dk]", "query of every head for the new rows"),
+    spec("query", Given, "dtype [N, Hall, Dk]", "query of every head for the new rows"),
     spec(
         "key",
         Given,
-        "bf16 [N, K, Dk]",
+        "dtype [N, K, Dk]",
         "keys of the new rows, each of which a rank takes for its own rows only",
     ),
-    spec("value", Given, "bf16 [N, K, Dv]", "values of the new rows, likewise; absent for MLA"),
+    spec("value", Given, "dtype [N, K, Dv]", "values of the new rows, likewise; absent for MLA"),
     STARTS,
     CONTEXTS,
     PREFILLING,

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
-use shardcheck_formats::{Contract, Overflow};
+use shardcheck_formats::{Contract, Dtype, Overflow};
 
 use crate::{LaneOrder, OperationKind, Provenance, RuleSetName};
 
@@ -105,6 +105,33 @@ pub struct OperationProfile {
     /// Outputs that this engine has nothing to say about, such as the sub-page table of an engine without sub-pages.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub absent: Vec<String>,
+    /// Element types of activations and of given states that the operation takes beyond bf16 (and f32 for given states), each with its
+    /// contract: none for an operation that rounds nothing. A type that is not here is Unsupported.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub dtypes: BTreeMap<Dtype, Option<Contract>>,
+}
+
+impl OperationProfile {
+    /// The same, taking activations of f16 as well, with the arithmetic of its contract in f16 ([`Contract::in_f16`]).
+    #[must_use]
+    pub fn with_f16(mut self) -> Self {
+        self.dtypes.insert(Dtype::F16, self.contract.as_ref().map(Contract::in_f16));
+        self
+    }
+
+    /// Whether the operation takes activations of a type.
+    pub fn takes(&self, dtype: Dtype) -> bool {
+        dtype == Dtype::Bf16 || self.dtypes.contains_key(&dtype)
+    }
+
+    /// The contract for activations of a type; `None` where the operation does not take it, or rounds nothing.
+    pub fn contract_of(&self, dtype: Dtype) -> Option<&Contract> {
+        match self.dtypes.get(&dtype) {
+            Some(contract) => contract.as_ref(),
+            None if dtype == Dtype::Bf16 => self.contract.as_ref(),
+            None => None,
+        }
+    }
 }
 
 /// An engine's declaration.
@@ -157,8 +184,13 @@ impl Profile {
     /// The operation, with the limit that its contract exceeds or the name that it does not know.
     pub fn check(&self) -> Result<(), String> {
         for (kind, operation) in &self.operations {
-            if let Some(contract) = &operation.contract {
+            for contract in operation.dtypes.values().chain([&operation.contract]).flatten() {
                 contract.check_ceiling().map_err(|error| format!("contract of {kind}: {error}"))?;
+            }
+            if let Some(dtype) = operation.dtypes.keys().find(|dtype| **dtype != Dtype::F16) {
+                return Err(format!(
+                    "dtypes of {kind} has {dtype}, known is f16; bf16 has the contract itself"
+                ));
             }
             known(*kind, "observables", &operation.observables, &[Provenance::Observable])?;
             known(*kind, "absent", &operation.absent, &[Provenance::Output, Provenance::Observable])?;

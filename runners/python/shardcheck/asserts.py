@@ -130,7 +130,7 @@ def assert_decode(
     `softmax_scale` (or `sm_scale`) is the factor on scores, 1/√D by default without MLA. `k_scale` and
     `v_scale` multiply stored keys and values. `dtype` says what 16-bit codes in `uint16` arrays are,
     `kv_dtype` what 8-bit codes in a cache are (`"fp8"` is e4m3fn). `contract` says how the call rounds; the
-    output's type is that of `out`. `merge` (`"a2a"`, `"ag_rs_f32"`, `"ag_rs_bf16"`) says in which arithmetic
+    output's type is that of `out`. `merge` (`"a2a"`, `"ag_rs_f32"`, `"ag_rs_bf16"`, `"ag_rs_f16"`) says in which arithmetic
     ranks are merged. `empty_rows="undefined"` leaves rows without tokens alone; else they are zero with LSE
     −inf. `statistics=False` judges elements alone: with it, the errors of the whole output are examined too,
     which see a lost token of a long context that no element shows.

@@ -59,6 +59,8 @@ class Configuration:
     kernel_head_widths: list[int] = field(default_factory=list)
     second_group: Configuration | None = None
     """The second KV group, on the same ranks; only for engines that declare `second_group`."""
+    dtype: str = "bf16"
+    """Type of activations: `bf16`, or `f16` for operations that declare it."""
 
     @staticmethod
     def from_json(value: dict[str, Any]) -> Configuration:

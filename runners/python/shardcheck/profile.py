@@ -39,7 +39,7 @@ OPERATIONS = (
 )
 """Every operation, which is also the name of the session's method."""
 
-MERGES = ("a2a", "ag_rs_f32", "ag_rs_bf16")
+MERGES = ("a2a", "ag_rs_f32", "ag_rs_bf16", "ag_rs_f16")
 LANE_ORDERS = ("hi_lo", "lo_hi")
 
 
@@ -111,6 +111,14 @@ class Contract:
         )
         return replace(usual, **fields)
 
+    def in_f16(self) -> Contract:
+        """The same arithmetic on activations of f16: what is rounded to bf16 is rounded to f16 instead, where probabilities have a
+        floor of 2^-25, half the spacing of its subnormals."""
+        half = {"bf16": "f16", "ag_rs_bf16": "ag_rs_f16"}
+        changed = {name: half.get(getattr(self, name), getattr(self, name)) for name in ("p_dtype", "partial", "merge", "output")}
+        floor = max(self.p_floor, 2.0**-25) if self.p_dtype == "bf16" else self.p_floor
+        return replace(self, **changed, p_floor=floor)
+
     def to_json(self) -> dict[str, Any]:
         """The contract as it stands in a profile."""
         if isinstance(self.depth, PerTile):
@@ -180,22 +188,35 @@ class Operation:
     """What holds for one operation.
 
     `contract` is None for operations that move or count. `observables` are the optional outputs that replies
-    will carry; `absent` the outputs that this engine has nothing to say about.
+    will carry; `absent` the outputs that this engine has nothing to say about. `dtypes` has the types of activations and of
+    given states that the operation takes beyond bf16 (and f32 for given states), each with its contract: `{"f16": contract.in_f16()}`,
+    or `{"f16": None}` where nothing is rounded. What is not there is never asked for.
     """
 
     contract: Contract | None = None
     conventions: Conventions = field(default_factory=Conventions)
     observables: list[str] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
+    dtypes: dict[str, Contract | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in self.dtypes:
+            _one_of("dtypes", name, ("f16",))
+
+    def with_f16(self) -> Operation:
+        """The same, taking f16 as well, with the arithmetic of its contract in f16."""
+        return replace(self, dtypes={"f16": None if self.contract is None else self.contract.in_f16()})
 
     def to_json(self) -> dict[str, Any]:
         """The operation as it stands in a profile."""
-        return {
+        declared = {
             "contract": None if self.contract is None else self.contract.to_json(),
             "conventions": self.conventions.to_json(),
             "observables": list(self.observables),
             "absent": list(self.absent),
         }
+        contracts = {name: contract and contract.to_json() for name, contract in self.dtypes.items()}
+        return declared | ({"dtypes": contracts} if contracts else {})
 
 
 @dataclass(frozen=True, kw_only=True)

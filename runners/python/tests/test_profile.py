@@ -46,6 +46,22 @@ class Declarations(unittest.TestCase):
             with self.subTest(words), self.assertRaisesRegex(ValueError, words):
                 make()
 
+    def test_f16_is_declared_by_operation_with_the_arithmetic_of_its_contract_in_f16(self):
+        half = Contract.bf16(merge="ag_rs_bf16").in_f16()
+        self.assertEqual((half.p_dtype, half.partial, half.output, half.merge), ("f16", "f16", "f16", "ag_rs_f16"))
+        self.assertEqual((half.p_floor, half.in_f16()), (2.0**-25, half))
+        plain = Contract.f32()
+        self.assertEqual(plain.in_f16(), plain)
+        declared = Operation(contract=Contract.bf16()).with_f16().to_json()
+        self.assertEqual(declared["dtypes"], {"f16": Contract.bf16().in_f16().to_json()})
+        self.assertEqual(Operation().with_f16().to_json()["dtypes"], {"f16": None})
+        with self.assertRaisesRegex(ValueError, "f16"):
+            Operation(dtypes={"f64": None})
+
+    def test_activations_are_bf16_unless_the_configuration_says_f16(self):
+        self.assertEqual(Configuration.from_json(CONFIGURATION).dtype, "bf16")
+        self.assertEqual(Configuration.from_json(CONFIGURATION | {"dtype": "f16"}).dtype, "f16")
+
     def test_a_profile_has_a_place_for_everything_and_is_plain_json(self):
         operations = {name: Operation() for name in OPERATIONS}
         profile = Profile(engine="e", version="1", operations=operations).to_json()

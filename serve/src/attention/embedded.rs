@@ -113,6 +113,7 @@ impl Embedded {
             interleave: layout.interleave_tokens(),
             block_size: layout.block_tokens(),
             blocks: config.cache_tokens.div_ceil(layout.virtual_block_tokens()).max(1),
+            dtype: Dtype::Bf16,
             kv_dtype: config.kv_dtype,
             kv_scale: 1.0,
             softmax_scale: (1.0 / (head_dim as f64).sqrt()) as f32,

@@ -1,7 +1,7 @@
 //! Faults of attention under prefill context parallelism: keys gathered in the wrong order, rows that see too much or too little, outputs
 //! that come back to the wrong rows.
 
-use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_bf16};
+use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_f32};
 
 use super::{Fault, FaultClass};
 use crate::prefill::Shares;
@@ -147,8 +147,12 @@ pub(super) const FAULTS: &[Fault] = &[
         bugs: &[],
         killed_by: &["prefill.copies"],
         apply: |p| {
-            p.pcp.stored = |rank, value| {
-                if rank == 0 { round_bf16(value) } else { f32::from_bits(value.to_bits() & 0xFFFF_0000) }
+            p.pcp.stored = |rank, dtype, value| {
+                if rank == 0 {
+                    round_f32(dtype, value)
+                } else {
+                    f32::from_bits(value.to_bits() & 0xFFFF_0000)
+                }
             }
         },
     },

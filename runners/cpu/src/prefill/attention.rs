@@ -7,7 +7,7 @@
 use shardcheck_engine::{
     Configuration, EffectivePath, EngineError, PcpPlan, PcpStrategy, Reply, Tensor, Tensors,
 };
-use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_bf16};
+use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_f32};
 
 use super::{Shared, Shares, Split};
 use crate::batch::BlockTable;
@@ -64,8 +64,8 @@ pub struct PcpPolicies {
     pub first_key: fn(&Call) -> usize,
     /// Whether a rank attends for a row that every rank has.
     pub attends: fn(usize) -> bool,
-    /// The output of a row that every rank has, as a rank stores it: `(rank, value)`.
-    pub stored: fn(usize, f32) -> f32,
+    /// The output of a row that every rank has, as a rank stores it: `(rank, type of activations, value)`.
+    pub stored: fn(usize, Dtype, f32) -> f32,
     /// Gathered place of each row of the batch whose output is read, given the right ones: `(places, shares, rank)`.
     pub out_places: fn(Vec<i64>, &Shares, usize) -> Vec<i64>,
 }
@@ -83,7 +83,7 @@ impl PcpPolicies {
         keys_of: |call| call.request,
         first_key: |_| 0,
         attends: |_| true,
-        stored: |_, value| round_bf16(value),
+        stored: |_, dtype, value| round_f32(dtype, value),
         out_places: |places, _, _| places,
     };
 }
@@ -149,7 +149,7 @@ pub fn attend_pcp(
         return Err(EngineError::Crash { text });
     }
     let read = |name: &str, heads: usize, dim: usize| -> Result<Vec<f32>, EngineError> {
-        Ok(inputs.get(name)?.expect(name, Dtype::Bf16, &[rows, heads, dim])?.to_f32())
+        Ok(inputs.get(name)?.expect(name, configuration.dtype, &[rows, heads, dim])?.to_f32())
     };
     let keys = read("key", format.kv_heads, format.key_dim)?;
     let values = if format.shared { Vec::new() } else { read("value", format.kv_heads, format.value_dim)? };
@@ -283,8 +283,10 @@ impl Step<'_> {
                 }
                 let attends = !local.everywhere || (pcp.attends)(rank);
                 let visible = if attends { sees.saturating_sub(first) } else { 0 };
-                let stored =
-                    |value| if local.everywhere { (pcp.stored)(rank, value) } else { round_bf16(value) };
+                let stored = |value| match local.everywhere {
+                    true => (pcp.stored)(rank, self.configuration.dtype, value),
+                    false => round_f32(self.configuration.dtype, value),
+                };
                 seen.rows.push(local.row as i64);
                 seen.row_lens.push(sees as i32);
                 self.attend_row(local.row, (of, first, visible), stored, &mut scratch, seen);
@@ -345,20 +347,21 @@ impl Step<'_> {
             run.results.iter().flat_map(|rank| part(rank).to_vec()).collect::<Vec<_>>()
         };
         let f32s = |shape: &[usize], values: &[f32]| Tensor::from_f32(Dtype::F32, shape, values);
-        let bf16s = |shape: &[usize], values: &[f32]| Tensor::from_f32(Dtype::Bf16, shape, values);
+        let dtype = self.configuration.dtype;
+        let halves = |shape: &[usize], values: &[f32]| Tensor::from_f32(dtype, shape, values);
         let row_ids: Vec<i64> = run.results.iter().flat_map(|rank| rank.rows.iter().copied()).collect();
         let row_lens: Vec<i32> = run.results.iter().flat_map(|rank| rank.row_lens.iter().copied()).collect();
         let keys = join(|rank| &rank.keys);
         let tokens = keys.len() / (world * self.key_width());
         let local = [world, padded, heads, format.value_dim];
         let mut outputs = Tensors::new()
-            .with("out", bf16s(&[world, rows, heads, format.value_dim], &join(|rank| &rank.out)))
+            .with("out", halves(&[world, rows, heads, format.value_dim], &join(|rank| &rank.out)))
             .with("lse", f32s(&[world, rows, heads], &join(|rank| &rank.lse)))
             .with("rows", Tensor::from_i64(&[world, padded], &row_ids))
             .with("row_lens", Tensor::from_i32(&[world, padded], &row_lens))
             .with("kernel_query", f32s(&[world, padded, heads, format.key_dim], &join(|rank| &rank.query)))
             .with("gathered_key", f32s(&[world, tokens, format.kv_heads, format.key_dim], &keys))
-            .with("local_out", bf16s(&local, &join(|rank| &rank.local_out)))
+            .with("local_out", halves(&local, &join(|rank| &rank.local_out)))
             .with("local_lse", f32s(&local[..3], &join(|rank| &rank.local_lse)));
         if !format.shared {
             let shape = [world, tokens, format.kv_heads, format.value_dim];

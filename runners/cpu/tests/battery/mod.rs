@@ -216,12 +216,20 @@ impl Battery<'_> {
     }
 
     fn merges(&mut self) {
-        for (world, dtype) in [(1, Dtype::Bf16), (2, Dtype::Bf16), (3, Dtype::F32), (4, Dtype::Bf16)] {
+        for (world, dtype) in [
+            (1, Dtype::Bf16),
+            (2, Dtype::Bf16),
+            (3, Dtype::F32),
+            (4, Dtype::Bf16),
+            (1, Dtype::F16),
+            (3, Dtype::F16),
+        ] {
             for backend in CommBackend::ALL {
                 for order in LaneOrder::ALL {
                     let scene = Scene::small(world).with(|s| {
                         s.configuration.comm_backend = backend;
                         s.configuration.lane_order = order;
+                        s.in_16_bits(dtype);
                     });
                     for (strided, lse_base) in
                         [(false, LseBase::E), (true, LseBase::E), (false, LseBase::Two)]
@@ -255,6 +263,15 @@ impl Battery<'_> {
         let mut session = Scene::small(1).open(self.engine);
         let reply = step(session.as_mut(), &Operation::MergeStates, &mut inputs);
         self.reply("states", &["out", "lse"], &reply);
+        for name in ["prefix_out", "suffix_out"] {
+            let mut halves = inputs.get(name).unwrap().to_f32();
+            halves.chunks_exact_mut(2).for_each(at_both_ends);
+            inputs.insert(name, Tensor::from_f32(Dtype::F16, &shape, &halves));
+        }
+        let mut session = Scene::small(1).with(|s| s.in_16_bits(Dtype::F16)).open(self.engine);
+        let reply = step(session.as_mut(), &Operation::MergeStates, &mut inputs);
+        self.reply("states", &["out", "lse"], &reply);
+        let mut session = Scene::small(1).open(self.engine);
         let mut strided = inputs.clone();
         strided.insert("prefix_out", head_major(&uniform(3, 12), &[3, 2, 2]));
         strided.insert("prefix_lse", Tensor::from_f32(Dtype::F32, &[3, 2], &uniform(4, 6)));
@@ -424,12 +441,21 @@ fn partials(world: usize, dtype: Dtype, strided: bool) -> Tensors {
             }
         }
     }
+    if dtype == Dtype::F16 {
+        out.chunks_exact_mut(dim).for_each(at_both_ends);
+    }
     let shape = [world, rows, heads, dim];
     let contiguous = Tensor::from_f32(dtype, &shape, &out);
     let out = if strided { transposed(&contiguous) } else { contiguous };
     Tensors::new()
         .with("partial_out", out)
         .with("partial_lse", Tensor::from_f32(Dtype::F32, &shape[..3], &lse))
+}
+
+/// The largest number of f16, one among its subnormals, and one that bf16 does not hold, in place of what is a number.
+fn at_both_ends(row: &mut [f32]) {
+    let ends = [65504.0, 3.0 / (1u32 << 24) as f32, 1.0 + 1.0 / 1024.0];
+    row.iter_mut().zip(ends).filter(|(value, _)| !value.is_nan()).for_each(|(value, end)| *value = end);
 }
 
 /// The same tensor with its second and third axes swapped in memory.
@@ -478,6 +504,7 @@ pub fn contexts() -> Vec<(Scene, usize)> {
     list.push((Scene::small(2).with(contexts).with(narrow(Dtype::E4m3fnuz)), 48));
     let grouped = Attention::Gqa { kv_heads: 2, head_dim: 8, v_head_dim: 6 };
     list.push((Scene::small(2).with(contexts).with(|s| s.configuration.attention = grouped), 48));
+    list.push((Scene::small(2).with(contexts).with(|s| s.in_16_bits(Dtype::F16)), 48));
     // a rank without a token of the context
     list.push((Scene::small(4).with(|s| s.requests = vec![(2, 3)]), 64));
     list
@@ -509,6 +536,14 @@ pub fn scenes() -> Vec<(&'static str, Scene)> {
         };
         list.push(("decode", Scene::small(2).with(narrow)));
         list.push(("verify", Scene::small(2).with(narrow).with(verify)));
+    }
+    for backend in CommBackend::ALL {
+        let half = |s: &mut Scene| {
+            s.in_16_bits(Dtype::F16);
+            s.configuration.comm_backend = backend;
+        };
+        list.push(("decode", Scene::small(3).with(half)));
+        list.push(("verify", Scene::small(2).with(half).with(verify)));
     }
     for project_before_merge in [false, true] {
         let replicated = |s: &mut Scene| {

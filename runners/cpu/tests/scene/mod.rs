@@ -7,7 +7,7 @@ use shardcheck_engine::{
     Answer, Attention, CommBackend, Configuration, Engine, EngineError, LaneOrder, Mask, Operation, Reply,
     Session, Tensor, Tensors,
 };
-use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_bf16};
+use shardcheck_formats::{Dtype, Overflow, decode_f32, encode_f32, round_bf16, round_f32};
 
 /// Uniform bf16 values in ±1, a fixed function of the seed.
 pub fn uniform(seed: u64, count: usize) -> Vec<f32> {
@@ -52,6 +52,7 @@ impl Scene {
             interleave: 1,
             block_size: 4,
             blocks: 64,
+            dtype: Dtype::Bf16,
             kv_dtype: Dtype::Bf16,
             kv_scale: 1.0,
             softmax_scale: 0.25,
@@ -78,6 +79,13 @@ impl Scene {
     pub fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
         change(&mut self);
         self
+    }
+
+    /// Activations and cache of f16; anything else leaves the scene in bf16.
+    pub fn in_16_bits(&mut self, dtype: Dtype) {
+        if dtype == Dtype::F16 {
+            (self.configuration.dtype, self.configuration.kv_dtype) = (Dtype::F16, Dtype::F16);
+        }
     }
 
     pub fn lens(&self) -> Vec<usize> {
@@ -135,6 +143,10 @@ impl Scene {
     pub fn query(&self) -> Vec<f32> {
         let (heads, dim) = (self.configuration.total_heads(), self.configuration.attention.qk_dim());
         let mut query = uniform(self.seed + 2, self.rows() * heads * dim);
+        if self.configuration.dtype == Dtype::F16 {
+            // values that bf16 does not hold
+            query.iter_mut().for_each(|q| *q = round_f32(Dtype::F16, *q * 1.001));
+        }
         if self.shift != 0.0 {
             query.chunks_exact_mut(dim).for_each(|q| q[dim - 1] = 1.0);
         }
@@ -179,12 +191,13 @@ impl Scene {
         pad(&mut values, value_dim);
         let n = positions.len();
         let mut inputs = Tensors::new()
-            .with("key", Tensor::from_f32(Dtype::Bf16, &[n, heads, dim], &keys))
+            .with("key", Tensor::from_f32(self.configuration.dtype, &[n, heads, dim], &keys))
             .with("positions", Tensor::from_i64(&[n], &positions))
             .with("requests", Tensor::from_i32(&[n], &requests))
             .with("block_table", Tensor::from_i32(&[self.requests.len(), width], &table));
         if !attention.is_mla() {
-            inputs.insert("value", Tensor::from_f32(Dtype::Bf16, &[n, heads, value_dim], &values));
+            inputs
+                .insert("value", Tensor::from_f32(self.configuration.dtype, &[n, heads, value_dim], &values));
         }
         inputs
     }
@@ -212,7 +225,11 @@ impl Scene {
         }
         let n = positions.len();
         let tensor = |values: &[f32], dim: usize| {
-            Tensor::from_f32(Dtype::Bf16, &[n, heads, dim], &self.part(values, heads * dim, false))
+            Tensor::from_f32(
+                self.configuration.dtype,
+                &[n, heads, dim],
+                &self.part(values, heads * dim, false),
+            )
         };
         let mut inputs = Tensors::new()
             .with("key", tensor(&self.keys(), attention.qk_dim()))
@@ -233,13 +250,13 @@ impl Scene {
         let tensor = |values: &[f32], dim: usize| {
             let mut part = self.part(values, heads * dim, true);
             part.resize(rows * heads * dim, f32::NAN);
-            Tensor::from_f32(Dtype::Bf16, &[rows, heads, dim], &part)
+            Tensor::from_f32(self.configuration.dtype, &[rows, heads, dim], &part)
         };
         let shape = [rows, total, attention.qk_dim()];
         let mut inputs = self.metadata();
         inputs.remove("seq_lens");
         inputs.insert("context_lens", Tensor::from_i32(&[requests], &lens));
-        inputs.insert("query", Tensor::from_f32(Dtype::Bf16, &shape, &self.query()));
+        inputs.insert("query", Tensor::from_f32(self.configuration.dtype, &shape, &self.query()));
         inputs.insert("key", tensor(&self.keys(), attention.qk_dim()));
         if !attention.is_mla() {
             inputs.insert("value", tensor(&self.values(), attention.value_dim()));
@@ -250,10 +267,11 @@ impl Scene {
     pub fn attend_inputs(&self) -> Tensors {
         let (heads, attention) = (self.configuration.total_heads(), self.configuration.attention);
         let shape = [self.rows(), heads, attention.qk_dim()];
-        let mut inputs = self.metadata().with("query", Tensor::from_f32(Dtype::Bf16, &shape, &self.query()));
+        let mut inputs =
+            self.metadata().with("query", Tensor::from_f32(self.configuration.dtype, &shape, &self.query()));
         if self.projects {
             let shape = [heads, attention.value_dim(), attention.v_head_dim()];
-            inputs.insert("w_uv", Tensor::from_f32(Dtype::Bf16, &shape, &self.w_uv()));
+            inputs.insert("w_uv", Tensor::from_f32(self.configuration.dtype, &shape, &self.w_uv()));
         }
         inputs
     }

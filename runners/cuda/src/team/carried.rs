@@ -137,7 +137,11 @@ impl Team {
             self.pass(1);
             return Ok(1);
         }
-        let element = if wire == Wire::Half { Element::Bf16 } else { Element::F32 };
+        let element = match wire {
+            Wire::Bf16 => Element::Bf16,
+            Wire::F16 => Element::F16,
+            Wire::F32 => Element::F32,
+        };
         for number in 0..self.placement.groups() {
             let group = self.placement.group(number);
             let (devices, places) = (group.seats.len(), group.places);

@@ -72,8 +72,8 @@ pub(super) const LAYOUT: &[TensorSpec] = &[
     ),
 ];
 pub(super) const WRITE_KV: &[TensorSpec] = &[
-    spec("key", Given, "bf16 [N, K, Dk]", "keys of N tokens (MLA: latent and rotary part)"),
-    spec("value", Given, "bf16 [N, K, Dv]", "values of N tokens; absent for MLA"),
+    spec("key", Given, "dtype [N, K, Dk]", "keys of N tokens (MLA: latent and rotary part)"),
+    spec("value", Given, "dtype [N, K, Dv]", "values of N tokens; absent for MLA"),
     spec("positions", Given, "i64 [N]", "position of each token in its request"),
     spec("requests", Given, "i32 [N]", "request of each token, −1 for graph padding"),
     BLOCK_TABLE,
@@ -112,17 +112,17 @@ pub(super) const IMPORT_CACHE: &[TensorSpec] = &[
 pub(crate) const QUERY: TensorSpec = spec(
     "query",
     Given,
-    "bf16 [T, Hall, Dk]",
+    "dtype [T, Hall, Dk]",
     "query of every head; a rank projects its own heads unless QREP is on",
 );
 pub(crate) const UP_PROJECTION: TensorSpec =
-    spec("w_uv", Given, "bf16 [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space");
+    spec("w_uv", Given, "dtype [Hall, Dv, V]", "up-projection; absent: the output stays in the latent space");
 pub(crate) const PARTIAL_OUT: TensorSpec =
     spec("partial_out", Observable, "f32 [ranks, T, Hg, Dv or V]", "what the rank hands to the exchange");
 pub(crate) const PARTIAL_LSE: TensorSpec =
     spec("partial_lse", Observable, "f32 [ranks, T, Hg]", "LSE that goes with it, in the declared base");
 pub(crate) const GATHERED_QUERY: TensorSpec =
-    spec("gathered_query", Observable, "bf16 [ranks, T, Hg, Dk]", "query that the rank's kernel received");
+    spec("gathered_query", Observable, "dtype [ranks, T, Hg, Dk]", "query that the rank's kernel received");
 pub(super) const ATTEND: &[TensorSpec] = &[
     QUERY,
     SEQ_LENS,
@@ -156,9 +156,9 @@ pub(super) const ATTEND_SINKS: &[TensorSpec] = &[
     GATHERED_QUERY,
 ];
 pub(super) const CONTEXT: &[TensorSpec] = &[
-    spec("query", Given, "bf16 [T, Hall, Dk]", "query of every head for the new tokens"),
-    spec("key", Given, "bf16 [T, K, Dk]", "keys of the new tokens"),
-    spec("value", Given, "bf16 [T, K, Dv]", "values of the new tokens; absent for MLA"),
+    spec("query", Given, "dtype [T, Hall, Dk]", "query of every head for the new tokens"),
+    spec("key", Given, "dtype [T, K, Dk]", "keys of the new tokens"),
+    spec("value", Given, "dtype [T, K, Dv]", "values of the new tokens; absent for MLA"),
     spec("context_lens", Given, "i32 [n]", "cached tokens of each request; 0 is legal"),
     QUERY_START,
     BLOCK_TABLE,
@@ -180,22 +180,22 @@ pub(super) const CONTEXT: &[TensorSpec] = &[
     spec("chunk_lens", Observable, "i32 [ranks, chunks, n]", "context tokens of each request in each chunk"),
 ];
 pub(super) const MERGE_PARTIALS: &[TensorSpec] = &[
-    spec("partial_out", Given, "f32 or bf16 [dcp, T, Hg, D]", "partial outputs; may be a strided view"),
+    spec("partial_out", Given, "f32, bf16 or f16 [dcp, T, Hg, D]", "partial outputs; may be a strided view"),
     spec(
         "partial_lse",
         Given,
         "f32 [dcp, T, Hg]",
         "LSEs in the operation's `lse_base`, natural unless it says otherwise; −inf for an empty partial; may be a strided view",
     ),
-    spec("out", Output, "bf16 or f32 [dcp, T, H, D]", "merged output of each rank's own heads"),
+    spec("out", Output, "that of the given outputs [dcp, T, H, D]", "merged output of each rank's own heads"),
     spec("lse", Output, "f32 [dcp, T, H]", "merged LSE, in the same base"),
 ];
 pub(super) const MERGE_STATES: &[TensorSpec] = &[
-    spec("prefix_out", Given, "f32 or bf16 [T, H, D]", "first state; may be a strided view"),
+    spec("prefix_out", Given, "f32, bf16 or f16 [T, H, D]", "first state; may be a strided view"),
     spec("prefix_lse", Given, "f32 [T, H]", "its natural LSE"),
-    spec("suffix_out", Given, "f32 or bf16 [T, H, D]", "second state"),
+    spec("suffix_out", Given, "f32, bf16 or f16 [T, H, D]", "second state"),
     spec("suffix_lse", Given, "f32 [T, H]", "its natural LSE"),
-    spec("out", Output, "bf16 or f32 [1, T, H, D]", "merged output"),
+    spec("out", Output, "that of the given outputs [1, T, H, D]", "merged output"),
     spec("lse", Output, "f32 [1, T, H]", "merged natural LSE"),
 ];
 pub(super) const MERGE_SEGMENTS: &[TensorSpec] = &[

@@ -74,7 +74,7 @@ SC_EXPORT fill_words(u32 *words, u32 pattern, i64 count) {
     if (index < count) words[index] = pattern;
 }
 
-// out [count] f32, row-major, from a given tensor of up to four axes with strides in elements; dtype bf16 or f32.
+// out [count] f32, row-major, from a given tensor of up to four axes with strides in elements; dtype bf16, f16 or f32.
 SC_EXPORT read_strided(const void *in, i32 dtype, i64 count, i32 e1, i32 e2, i32 e3, i64 s0, i64 s1, i64 s2, i64 s3,
                        float *out) {
     const i64 index = SC_INDEX;
@@ -87,8 +87,8 @@ SC_EXPORT read_strided(const void *in, i32 dtype, i64 count, i32 e1, i32 e2, i32
 #endif
 }
 
-// bf16 codes of f32 values that are bf16 numbers.
-SC_EXPORT narrow(const float *in, i64 count, u16 *out) {
+// Codes of the 16-bit `WireType` `half` of f32 values that are numbers of it.
+SC_EXPORT narrow(const float *in, i64 count, i32 half, u16 *out) {
     const i64 index = SC_INDEX;
-    if (index < count) out[index] = bf16_of(in[index]);
+    if (index < count) out[index] = half_of(half, in[index]);
 }

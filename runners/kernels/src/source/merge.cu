@@ -1,7 +1,7 @@
 // The merge of partial outputs by their LSEs. All-to-all (ATOM `cp_lse_a2a`, vLLM `dcp_a2a_lse_reduce`): each partial travels
 // with its LSE in two 16-bit lanes; the receiver sums in f32 in rank order and rounds once. All-gather and reduce-scatter
 // (`cp_lse_ag_out_rs`): LSEs are gathered, each partial is scaled and rounded in place, and the sum is rounded after every addition.
-// `half` says whether the wire holds bf16 or f32. A block of threads works on one row and head.
+// `half` says what the wire holds, as `WireType` has it. A block of threads works on one row and head.
 
 #define MAX_WORLD 256
 
@@ -110,13 +110,18 @@ SC_DEVICE float weighed(float weight, float value) {
 }
 
 SC_DEVICE float load_wire(i32 half, const void *data, i64 at) {
-    return half ? of_bf16(((const u16 *)data)[at]) : ((const float *)data)[at];
+    if (half == WIRE_F32) return ((const float *)data)[at];
+    const u16 code = ((const u16 *)data)[at];
+    return half == WIRE_F16 ? of_f16(code) : of_bf16(code);
 }
 SC_DEVICE void store_wire(i32 half, void *data, i64 at, float value) {
-    if (half) ((u16 *)data)[at] = bf16_of(value);
-    else ((float *)data)[at] = value;
+    if (half == WIRE_F32) ((float *)data)[at] = value;
+    else ((u16 *)data)[at] = half_of(half, value);
 }
-SC_DEVICE float round_wire(i32 half, float value) { return half ? round_bf16(value) : value; }
+SC_DEVICE float round_wire(i32 half, float value) {
+    if (half == WIRE_F32) return value;
+    return half == WIRE_F16 ? of_f16(f16_of(value)) : round_bf16(value);
+}
 
 // The two lanes of an LSE's bits in wire order. No float operation touches a half: many of them are NaNs of the 16-bit type.
 SC_DEVICE void pack_lanes(i32 low_first, u32 bits, u16 *lanes) {

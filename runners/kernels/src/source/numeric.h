@@ -1,4 +1,4 @@
-// Numbers: bf16 and eight-bit codes, exp and log. All of it in plain f32 arithmetic, so that two vendors' cards agree.
+// Numbers: bf16, f16 and eight-bit codes, exp and log. All of it in plain f32 arithmetic, so that two vendors' cards agree.
 
 #define SC_NAN SC_FLOAT(0x7FC00000u)
 #define SC_INF SC_FLOAT(0x7F800000u)
@@ -54,6 +54,18 @@ SC_DEVICE u32 small_float(float magnitude, i32 mantissa, i32 bias) {
     const u32 half = (u32)1 << (shift - 1), kept = whole >> shift, rest = whole & (((u32)1 << shift) - 1u);
     return kept + (rest > half || (rest == half && (kept & 1u)) ? 1u : 0u);
 }
+
+// To nearest even; an overflow, from 65520 on, is an infinity, a NaN stays one.
+SC_DEVICE u16 f16_of(float x) {
+    const u32 bits = SC_BITS(x), sign = (bits >> 16) & 0x8000u;
+    if (is_nan(x)) return (u16)(sign | 0x7E00u | ((bits >> 13) & 0x3FFu));
+    const float magnitude = SC_FLOAT(bits & 0x7FFFFFFFu);
+    return (u16)(sign | (magnitude >= 65520.0f ? 0x7C00u : small_float(magnitude, 10, 15)));
+}
+
+// Element types of a wire, and the code of a value on one of 16 bits.
+enum WireType { WIRE_F32 = 0, WIRE_BF16 = 1, WIRE_F16 = 2 };
+SC_DEVICE u16 half_of(i32 wire, float value) { return wire == WIRE_F16 ? f16_of(value) : bf16_of(value); }
 
 // Beyond the range the largest finite number of the same sign, for an infinity too; NaN stays NaN.
 SC_DEVICE u32 saturated(float x, i32 mantissa, i32 bias, u32 largest, u32 nan, u32 sign_bit) {

@@ -41,7 +41,7 @@ SC_DEVICE float weigh_states(float prefix, float suffix, i32 step, float *weight
     return merged;
 }
 
-// out [states, D] of type `half` (2: f32, unrounded) from two f32 states [states, D] and their LSEs. One block a state. `out` may be
+// out [states, D] of the `WireType` `half` from two f32 states [states, D] and their LSEs. One block a state. `out` may be
 // either state, `lse` either LSE.
 SC_EXPORT merge_states(const float *prefix, const float *prefix_lse, const float *suffix, const float *suffix_lse, i32 dim,
                        i32 half, i32 step, void *out, float *lse) {

@@ -25,10 +25,11 @@ class Batch:
     def of(
         query: Tensor, seq_lens: Tensor, query_start_loc: Tensor, block_table: Tensor, device: str
     ) -> Batch:
-        """A batch from the tensors of a step: the query exactly in f32 on a CPU, as it is on a GPU."""
+        """A batch from the tensors of a step: the query as it is on a GPU and where it is f16, a query of bf16 exactly in f32 on a
+        CPU."""
         values = (
             query.torch()
-            if device != "cpu"
+            if device != "cpu" or query.dtype == "f16"
             else torch.from_numpy(np.ascontiguousarray(query.numpy(), dtype=np.float32))
         )
         arrays = [np.ascontiguousarray(t.numpy()) for t in (seq_lens, query_start_loc, block_table)]
@@ -45,6 +46,11 @@ class Batch:
         requests = np.full(len(self.query), -1)
         requests[: self.starts[-1]] = np.repeat(np.arange(len(self.seq_lens)), self.query_lens)
         return requests
+
+
+def torch_half(dtype: str) -> torch.dtype:
+    """The torch type of activations of a session: `bf16` or `f16`."""
+    return {"bf16": torch.bfloat16, "f16": torch.float16}[dtype]
 
 
 def flat_positions(seq_lens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

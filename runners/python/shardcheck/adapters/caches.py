@@ -63,10 +63,10 @@ class RankCache:
     codes: dict[str, np.ndarray]
 
     def read(self, name: str, device: str) -> torch.Tensor:
-        """A cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, 16-bit values exactly in f32 on
-        a CPU."""
+        """A cache for the kernel, `[blocks, B, K, width]`: as it is on a GPU, values of bf16 exactly in f32 on
+        a CPU, where numpy has no such type."""
         tensor = Tensor(self.dtype, self.codes[name])
-        if device == "cpu" and not is_narrow(self.dtype):
+        if device == "cpu" and not is_narrow(self.dtype) and self.dtype != "f16":
             return torch.from_numpy(np.ascontiguousarray(tensor.numpy(), dtype=np.float32))
         return tensor.torch(device)
 

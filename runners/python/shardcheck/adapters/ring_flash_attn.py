@@ -62,10 +62,10 @@ class Engine(shardcheck.Engine):
     name = "ring-flash-attn"
     # out − σ·(out − block) multiplies what an empty block holds by zero, so the block must hold zeros
     operations = {
-        "merge_states": Operation(contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")),
+        "merge_states": Operation(contract=Contract.f32("f32"), conventions=Conventions(empty_partial="zero")).with_f16(),
         "merge_partials": Operation(
             contract=Contract.f32("f32", merge="a2a", partial="f32"), conventions=Conventions(empty_partial="zero")
-        ),
+        ).with_f16(),
     }
     own_steps = (
         "transposition of LSEs to the engine's [batch, heads, rows]",

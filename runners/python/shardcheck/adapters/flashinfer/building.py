@@ -21,9 +21,10 @@ from shardcheck.adapters.flashinfer.session import LATENT, ROTARY
 
 def main() -> int:
     """Builds what isn't there, all at a time, and prints the modules."""
-    types = [torch.bfloat16] * 3 + [torch.int32]
     specs = [gen_cascade_module()]
-    specs += [gen_batch_mla_module(backend, *types, LATENT, ROTARY, False) for backend in BACKENDS]
+    for half in (torch.bfloat16, torch.float16):
+        types = [half] * 3 + [torch.int32]
+        specs += [gen_batch_mla_module(backend, *types, LATENT, ROTARY, False) for backend in BACKENDS]
     missing = [spec for spec in specs if not spec.aot_path.exists()]
     build_jit_specs(missing)
     for spec in missing:

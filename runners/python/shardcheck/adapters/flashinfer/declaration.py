@@ -28,12 +28,13 @@ def operations(backend: str, device: str) -> dict[str, Operation]:
     merge = Contract.f32("f32", kexp=fast, lse_rel=_CONVERTED)
     base_2 = Conventions(lse_base="two")
     observables = ["partial_out", "partial_lse", "row_lens", "gathered_query"]
+    step = Operation(contract=attention, conventions=base_2, observables=observables).with_f16()
     return {
-        "write_kv": Operation(),
+        "write_kv": Operation().with_f16(),
         "read_cache": Operation(),
         "load_cache": Operation(),
-        "decode": Operation(contract=attention, conventions=base_2, observables=observables),
-        "verify": Operation(contract=attention, conventions=base_2, observables=observables),
-        "merge_partials": Operation(contract=merge, conventions=Conventions()),
-        "merge_states": Operation(contract=merge),
+        "decode": step,
+        "verify": step,
+        "merge_partials": Operation(contract=merge, conventions=Conventions()).with_f16(),
+        "merge_states": Operation(contract=merge).with_f16(),
     }

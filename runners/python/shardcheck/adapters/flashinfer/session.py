@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
-from shardcheck.adapters.batches import Batch, project
+from shardcheck.adapters.batches import Batch, project, torch_half
 from shardcheck.adapters.sessions import StoredSession
 from shardcheck.layout import Layout
 
@@ -86,7 +86,7 @@ class FlashinferSession(StoredSession):
         c, device = self.configuration, self.engine.device
         self._check()
         batch = Batch.of(query, seq_lens, query_start_loc, block_table, "cuda" if device == "cuda" else "cpu")
-        rows = batch.query.to(torch.bfloat16)
+        rows = batch.query.to(torch_half(c.dtype))
         alone = c.dcp == 1 and kind == "verify"
         found: list[dict[str, torch.Tensor]] = []
         for first in range(0, c.tp, c.dcp):
@@ -122,7 +122,7 @@ class FlashinferSession(StoredSession):
         c = self.configuration
         if not c.attention.is_mla or (c.value_dim, c.qk_dim) != (LATENT, LATENT + ROTARY):
             raise Unsupported(f"the kernels take latents of {LATENT} and {ROTARY}")
-        if c.kv_dtype != "bf16":
+        if c.kv_dtype != c.dtype:
             raise Unsupported("the kernels take a cache in the type of the query")
         if c.project_before_merge or c.query_replication and c.dcp > 1:
             raise Unsupported("projections are the caller's")
@@ -166,10 +166,10 @@ class FlashinferSession(StoredSession):
         on_device = lambda array: torch.from_numpy(np.ascontiguousarray(array, dtype=np.int32)).to(device)  # noqa: E731
         # one page at least, which no row reads: a tensor without elements has no address
         indices = on_device(np.concatenate([*pages, np.zeros(1)]))
-        wrapper = self.engine.wrapper()
+        wrapper, half = self.engine.wrapper(), torch_half(c.dtype)
         wrapper.plan(
             *(on_device(starts), on_device(firsts), indices, on_device(lens), query.shape[1], LATENT, ROTARY, size, causal),
-            *(float(c.softmax_scale), torch.bfloat16, torch.bfloat16),
+            *(float(c.softmax_scale), half, half),
         )
         latent, rotary = (keys[..., :LATENT].contiguous(), keys[..., LATENT:].contiguous())
         parts = query[..., :LATENT].contiguous(), query[..., LATENT:].contiguous()

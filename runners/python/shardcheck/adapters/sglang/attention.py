@@ -11,7 +11,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.batches import Batch, project
+from shardcheck.adapters.batches import Batch, project, torch_half
 from shardcheck.adapters.caches import Caches, RankCache, is_narrow
 from shardcheck.adapters.sglang.layout import Layout
 from shardcheck.adapters.sglang.merging import combine, route
@@ -70,8 +70,10 @@ class Attention:
         # the engine has no LSE that a sink is in
         names = (*(() if sinks is not None else ("lse",)), "partial_out", "partial_lse", "row_lens")
         stacked = {name: torch.stack([getattr(result, name) for result in results]) for name in names}
-        # exact: queries are bf16 values, whatever they are held in
-        query = torch.stack([result.query for result in results]).to(torch.bfloat16)
+        if "partial_out" in stacked:
+            stacked["partial_out"] = stacked["partial_out"].float()
+        # exact: queries are values of that type, whatever they are held in
+        query = torch.stack([result.query for result in results]).to(torch_half(c.dtype))
         effective = {
             "route": kind if sinks is None else "attend_sinks",
             "query_replication": False,

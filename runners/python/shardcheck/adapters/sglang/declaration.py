@@ -41,24 +41,26 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     in_place = merge == "reduced" and "mul_" in release.merge_reduced.__code__.co_names
     added = "ag_rs_bf16" if in_place else "ag_rs_f32"
     lanes = Conventions(lane_orders=["lo_hi"])
+    # numpy has f16, so that there the interpreter rounds as a device does
+    half = Contract.f32("f16", p_dtype="f16", p_floor=2.0**-25, partial="f16", merge="ag_rs_f16" if in_place else "ag_rs_f32")
     found = {
         "layout": Operation(observables=["read_indptr", "read_slots"], absent=missing),
-        "write_kv": Operation(observables=["slots"]),
+        "write_kv": Operation(observables=["slots"]).with_f16(),
         "read_cache": Operation(),
         "load_cache": Operation(),
-        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
-        "merge_partials": Operation(contract=Contract.f32("f32", merge=added), conventions=lanes),
-        "merge_states": Operation(contract=Contract.f32("f32")),
+        "decode": Operation(contract=attention, conventions=conventions, observables=observables, dtypes={"f16": half}),
+        "merge_partials": Operation(contract=Contract.f32("f32", merge=added), conventions=lanes).with_f16(),
+        "merge_states": Operation(contract=Contract.f32("f32")).with_f16(),
         "pcp_layout": Operation(),
     }
     found["attend_sinks"] = Operation(
         contract=attention, conventions=conventions, observables=observables, absent=["lse"]
     )
     if release.chain_lens is not None:
-        found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
+        found["verify"] = found["decode"]
     if release.attend_context is not None:
         seen = ["gathered_key", "chunk_lens"]
         found["context"] = Operation(contract=Contract.f32("f32"), observables=seen)
     if release.pack is not None:
-        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
+        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"]).with_f16()
     return found

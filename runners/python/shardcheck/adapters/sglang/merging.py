@@ -74,11 +74,11 @@ def merge_two(
     return out, lse, "as given" if dense else "made contiguous"
 
 
-def pack(release: Release, lse: torch.Tensor) -> torch.Tensor:
-    """The two 16-bit lanes that LSEs `[n]` travel in behind a bf16 output, `[n, 2]`."""
+def pack(release: Release, lse: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """The two 16-bit lanes that LSEs `[n]` travel in behind an output of `half`, `[n, 2]`."""
     count = len(lse)
-    out = torch.zeros(count, 1, 2, dtype=torch.bfloat16)
-    sent = torch.zeros(1, count, 1, 4, dtype=torch.bfloat16)
+    out = torch.zeros(count, 1, 2, dtype=half)
+    sent = torch.zeros(1, count, 1, 4, dtype=half)
     words = sent.view(torch.float32)
     with interpreter.limits():
         release.pack(out, lse[:, None].contiguous(), sent[..., :2], words[..., 1])

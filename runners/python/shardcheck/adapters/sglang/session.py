@@ -9,7 +9,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.batches import Batch
+from shardcheck.adapters.batches import Batch, torch_half
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.sglang.attention import Attention
 from shardcheck.adapters.sglang.context import Context
@@ -130,7 +130,7 @@ class SglangSession(CachedSession):
         if self.configuration.lane_order != "lo_hi":
             raise Unsupported("the exchange packs the low half first")
         with self.release.watching():
-            lanes = pack(self.release, lse.torch())
+            lanes = pack(self.release, lse.torch(), torch_half(self.configuration.dtype))
         codes = lanes.view(torch.int16).numpy().view(np.uint16)
         return Reply({"lanes": codes[None]}, {"lane_order": "lo_hi"}, [0])
 

@@ -13,7 +13,7 @@ import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
 from shardcheck.adapters import interpreter
-from shardcheck.adapters.batches import Batch, owned_copy, project
+from shardcheck.adapters.batches import Batch, owned_copy, project, torch_half
 from shardcheck.adapters.caches import Caches, RankCache, is_narrow
 from shardcheck.adapters.loader import parameters
 from shardcheck.adapters.vllm.layout import Layout, check_pages
@@ -56,8 +56,8 @@ class Attention:
         names = ("lse", "partial_out", "partial_lse")
         stacked = {name: torch.stack([getattr(result, name).float() for result in results]) for name in names}
         row_lens = torch.stack([result.row_lens for result in results])
-        # exact: queries are bf16 values, whatever they are held in
-        query = torch.stack([result.query for result in results]).to(torch.bfloat16)
+        # exact: queries are values of that type, whatever they are held in
+        query = torch.stack([result.query for result in results]).to(torch_half(c.dtype))
         effective = {
             "route": route,
             "query_replication": c.query_replication,
@@ -74,6 +74,11 @@ class Attention:
             collectives,
         )
 
+    @property
+    def _in_16_bits(self) -> bool:
+        """Whether the kernel computes with 16-bit values: on a device, and in f16 in the interpreter too."""
+        return self.release.device != "cpu" or self.configuration.dtype == "f16"
+
     def _check(self, route: str, batch: Batch) -> None:
         c, release = self.configuration, self.release
         if not release.has_local_lens:
@@ -82,9 +87,9 @@ class Attention:
             raise Unsupported("the engine projects merged outputs, never partials")
         if is_narrow(c.kv_dtype):
             self._check_quantised()
-        if release.device != "cpu" and not c.attention.is_mla and c.gathered_heads == c.kv_heads:
+        if self._in_16_bits and not c.attention.is_mla and c.gathered_heads == c.kv_heads:
             raise Unsupported(
-                "with one query head a KV head the kernel rounds products to bf16: no contract says that"
+                "with one query head a KV head the kernel rounds products to 16 bits: no contract says that"
             )
         if route == "verify" and release.verify_row_lens is None:
             raise Unsupported(
@@ -107,9 +112,9 @@ class Attention:
                 "this release asserts that no cache is quantised under DCP: DCP not support fp8 kvcache now."
             )
 
-        if release.device != "cpu" and not math.log2(c.kv_scale).is_integer():
+        if self._in_16_bits and not math.log2(c.kv_scale).is_integer():
             raise Unsupported(
-                "the kernel rounds what it reads from a quantised cache to bf16: no contract says that"
+                "the kernel rounds what it reads from a quantised cache to 16 bits: no contract says that"
             )
 
 

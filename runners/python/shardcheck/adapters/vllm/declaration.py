@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from shardcheck import Contract, Conventions, Operation
@@ -35,6 +36,9 @@ def operations(release: Any) -> dict[str, Operation]:
     lse_rel = 0.0 if release.full_lse else 2.0**-8
     # the decode kernel walks a split in blocks of at least 16 tokens, the least that a device's matrix unit takes
     rounded = Contract.bf16(merge="ag_rs_bf16", lse_rel=lse_rel, tile_min=16, kexp=_kexp(cpu))
+    # numpy has f16, so that there the interpreter rounds as a device does; a sum is one of f32 in any order
+    half = rounded.in_f16() if not cpu else Contract.f32("f16", p_dtype="f16", p_floor=2.0**-25, partial="f16", merge="ag_rs_f16", tile_min=16)
+    half = replace(half, lse_rel=0.0 if release.full_lse else 2.0**-11)
     attention = exact if cpu else rounded
     conventions = Conventions(lane_orders=[] if cpu else ["lo_hi"])
     lanes = Conventions(lane_orders=["lo_hi"])
@@ -44,26 +48,26 @@ def operations(release: Any) -> dict[str, Operation]:
     observables = ["partial_out", "partial_lse", "row_lens", "gathered_query"]
     found = {
         "layout": Operation(absent=missing),
-        "write_kv": Operation(observables=["slots"]),
+        "write_kv": Operation(observables=["slots"]).with_f16(),
         "read_cache": Operation(),
         "load_cache": Operation(),
-        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
+        "decode": Operation(contract=attention, conventions=conventions, observables=observables, dtypes={"f16": half}),
         "merge_partials": Operation(
             contract=Contract.f32("f32", merge="ag_rs_bf16", kexp=_kexp(cpu)), conventions=lanes
-        ),
+        ).with_f16(),
         # the kernel by itself: some layers zero an empty state before they call it, the kernel asks for nothing of the kind
-        "merge_states": Operation(contract=Contract.f32("f32", kexp=_kexp(cpu))),
+        "merge_states": Operation(contract=Contract.f32("f32", kexp=_kexp(cpu))).with_f16(),
     }
     if release.verify_row_lens is not None:
-        found["verify"] = Operation(contract=attention, conventions=conventions, observables=observables)
+        found["verify"] = found["decode"]
     if release.drafts:
-        found["draft"] = Operation(contract=attention, conventions=conventions, observables=observables)
+        found["draft"] = found["decode"]
     if release.prefill_manager is not None and release.input_batch is not None:
         found["pcp_layout"] = Operation()
     if release.merge_segments is not None:
         found["merge_segments"] = Operation(contract=Contract.f32("f32", kexp=_kexp(cpu)))
     if release.pack is not None:
-        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"])
+        found["pack_lse"] = Operation(conventions=lanes, absent=["unpacked"]).with_f16()
     if release.plans_chunks and cpu:
         seen = ["context_out", "context_lse", "gathered_key", "chunk_lens"]
         found["context"] = Operation(contract=Contract.f32("f32"), observables=seen, absent=["lse"])

@@ -122,11 +122,11 @@ def merge_segments(
         return release.merge_segments(*by_row, row_lens, tile_tokens, torch.float32)
 
 
-def pack(release: Release, lse: torch.Tensor) -> torch.Tensor:
-    """The two 16-bit lanes that LSEs `[n]` travel in behind a bf16 output, `[n, 2]` as bf16 bit patterns."""
+def pack(release: Release, lse: torch.Tensor, half: torch.dtype) -> torch.Tensor:
+    """The two 16-bit lanes that LSEs `[n]` travel in behind an output of `half`, `[n, 2]` as bit patterns of that type."""
     count = len(lse)
-    out = torch.zeros(count, 1, 1, dtype=torch.bfloat16, device=lse.device)
-    sent = torch.zeros(1, count, 1, 3, dtype=torch.bfloat16, device=lse.device)
+    out = torch.zeros(count, 1, 1, dtype=half, device=lse.device)
+    sent = torch.zeros(1, count, 1, 3, dtype=half, device=lse.device)
     with interpreter.limits():
         release.pack(
             out, lse[:, None].contiguous(), sent, world_size=1, h_per_rank=1, head_dim=1, lse_pack_dim=2

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
+from shardcheck.adapters.batches import torch_half
 from shardcheck.adapters.sessions import CachedSession
 from shardcheck.adapters.vllm.attention import Attention
 from shardcheck.adapters.vllm.context import Context
@@ -123,7 +124,7 @@ class VllmSession(CachedSession):
         if self.configuration.lane_order != "lo_hi":
             raise Unsupported("the exchange packs the low half first")
         with self.release.watching():
-            lanes = pack(self.release, lse.torch(self.release.device))
+            lanes = pack(self.release, lse.torch(self.release.device), torch_half(self.configuration.dtype))
         return Reply(
             {"lanes": lanes.view(torch.int16).cpu().numpy().view(np.uint16)[None]},
             {"lane_order": "lo_hi"},

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from shardcheck import Configuration, Reply, Tensor, Unsupported
-from shardcheck.adapters.batches import Batch, project
+from shardcheck.adapters.batches import Batch, project, torch_half
 from shardcheck.adapters.caches import Caches, RankCache, is_narrow
 from shardcheck.adapters.vllm_ascend.layout import Layout
 from shardcheck.adapters.vllm_ascend.merging import fuse
@@ -55,8 +55,10 @@ class Attention:
         names = ("lse", "partial_out", "partial_lse", "row_lens")
         shown = [name for name in names if getattr(results[0], name) is not None]
         stacked = {name: torch.stack([getattr(result, name) for result in results]) for name in shown}
-        # exact: queries are bf16 values, whatever they are held in
-        query = torch.stack([result.query for result in results]).to(torch.bfloat16)
+        if "partial_out" in stacked:
+            stacked["partial_out"] = stacked["partial_out"].float()
+        # exact: queries are values of that type, whatever they are held in
+        query = torch.stack([result.query for result in results]).to(torch_half(c.dtype))
         effective = {"route": kind, "query_replication": False, "project_before_merge": False}
         if c.dcp > 1:
             effective |= {"comm_backend": "a2a"}
@@ -69,7 +71,8 @@ class Attention:
         rows = int(batch.starts[-1])
         requests = batch.requests[:rows]
         positions = batch.seq_lens[requests] - batch.starts[1:][requests] + np.arange(rows)
-        found = [torch.full((rows, c.kv_heads, width), torch.nan) for width in (c.qk_dim, c.value_dim)]
+        kind = torch.float16 if c.dtype == "f16" else torch.float32
+        found = [torch.full((rows, c.kv_heads, width), torch.nan, dtype=kind) for width in (c.qk_dim, c.value_dim)]
         for member in range(c.dcp):
             slots = layout.slots(batch.table, requests, positions.astype(np.int64), member)
             owned = slots >= 0
@@ -111,7 +114,7 @@ class RankAttention:
             else:
                 merged = release.weigh(c.value_dim, release.process(out, lse[..., None]))
                 merged_lse = release.observed_lse().view(len(query), c.heads_per_rank)
-        return RankResult(merged, merged_lse, query, out, lse, seen)
+        return RankResult(merged.to(out.dtype), merged_lse, query, out, lse, seen)
 
     def _attend(
         self, layout: Layout, query: torch.Tensor, member: int
@@ -171,30 +174,30 @@ class SplitAttention:
             current.row(row, self.new_keys[seen], self.new_values[seen])
         with release.groups.acting(group):
             merged, merged_lse = fuse(release, group, history.out, history.lse, (current.out, current.lse))
-        return RankResult(merged, merged_lse, query)
+        return RankResult(merged.to(query.dtype), merged_lse, query)
 
 
 class Attending:
-    """Attention of rows, each over tokens of its own: zeros at LSE −∞ for a row that sees none. `first` is the first of the rows' heads
+    """Attention of rows, each over tokens of its own, in f32 and stored in the type of the query: zeros at LSE −∞ for a row that sees none. `first` is the first of the rows' heads
     among those of the group."""
 
     def __init__(self, configuration: Configuration, query: torch.Tensor, first: int = 0) -> None:
         self.configuration, self.query = configuration, query
         share = configuration.heads_per_rank * configuration.dcp // configuration.kv_heads
         self.heads = torch.arange(first, first + query.shape[1]) // share
-        self.out = torch.zeros(len(query), query.shape[1], configuration.value_dim)
+        self.out = torch.zeros(len(query), query.shape[1], configuration.value_dim, dtype=query.dtype)
         self.lse = torch.full(query.shape[:2], -torch.inf)
         self.seen = torch.zeros(len(query), dtype=torch.int32)
 
     def row(self, row: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Attends to keys `[n, K, Dk]` and values `[n, K, Dv]`."""
-        c, query = self.configuration, self.query[row]
+        c, query = self.configuration, self.query[row].float()
         self.seen[row] = len(keys)
         if len(keys):
-            scores = torch.einsum("hd,nhd->hn", query, keys[:, self.heads]) * c.softmax_scale
+            scores = torch.einsum("hd,nhd->hn", query, keys[:, self.heads].float()) * c.softmax_scale
             self.lse[row] = scores.logsumexp(1)
-            value = values[:, self.heads, : c.value_dim]
-            self.out[row] = torch.einsum("hn,nhd->hd", scores.softmax(1), value)
+            value = values[:, self.heads, : c.value_dim].float()
+            self.out[row] = torch.einsum("hn,nhd->hd", scores.softmax(1), value).to(self.out.dtype)
 
 
 def held(cache: RankCache, configuration: Configuration) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,6 +30,7 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     """Capabilities of a release, from the functions that it has."""
     # f32 everywhere, sums of an exchange too
     attention = Contract.f32("f32", merge="ag_rs_f32")
+    half = Contract.f32("f16", partial="f16", merge="ag_rs_f32")
     conventions = Conventions(lane_orders=[])
     observables = ["partial_out", "partial_lse", "row_lens", "gathered_query"]
     missing = ["draft_lens", "units", "sub_page_table", "blocks_needed"]
@@ -37,23 +38,26 @@ def operations(release: Any, merge: str) -> dict[str, Operation]:
     missing += [] if release.has_masks else ["row_lens"]
     found = {
         "layout": Operation(observables=["row_mask"] if release.has_masks else [], absent=missing),
-        "write_kv": Operation(observables=["slots"]),
+        "write_kv": Operation(observables=["slots"]).with_f16(),
         "read_cache": Operation(),
         "load_cache": Operation(),
-        "decode": Operation(contract=attention, conventions=conventions, observables=observables),
+        "decode": Operation(contract=attention, conventions=conventions, observables=observables, dtypes={"f16": half}),
         "merge_partials": Operation(
             contract=Contract.f32("f32", merge="ag_rs_f32"),
             conventions=conventions,
             absent=["lse"] if merge == "fused" and release.combine is None else [],
-        ),
-        "merge_states": Operation(contract=Contract.f32("f32")),
+        ).with_f16(),
+        "merge_states": Operation(contract=Contract.f32("f32")).with_f16(),
     }
     if release.has_masks or release.merges_local:
         # new tokens that stay out of the exchange are on no rank in particular
         shown = observables if release.has_masks else ["gathered_query"]
         where = "on_ranks" if release.has_masks else "beside"
         found["verify"] = Operation(
-            contract=attention, conventions=Conventions(lane_orders=[], new_tokens=where), observables=shown
+            contract=attention,
+            conventions=Conventions(lane_orders=[], new_tokens=where),
+            observables=shown,
+            dtypes={"f16": half},
         )
     if release.splits_prefill:
         found["pcp_layout"] = Operation()

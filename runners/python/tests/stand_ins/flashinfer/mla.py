@@ -12,13 +12,14 @@ class BatchMLAPagedAttentionWrapper:
     def plan(self, qo_indptr, kv_indptr, kv_indices, kv_len_arr, heads, latent, rotary, page_size, causal, scale, *types) -> None:
         """Takes note of the batch."""
         assert len(qo_indptr) == len(kv_indptr) == len(kv_len_arr) + 1
+        assert types in ((torch.bfloat16,) * 2, (torch.float16,) * 2)
         assert all(a.dtype == torch.int32 for a in (qo_indptr, kv_indptr, kv_indices, kv_len_arr))
         self.batch = qo_indptr.tolist(), kv_indptr.tolist(), kv_indices, kv_len_arr.tolist()
-        self.page_size, self.causal, self.scale = page_size, causal, scale
+        self.page_size, self.causal, self.scale, self.type = page_size, causal, scale, types[0]
 
     def run(self, q_nope, q_pe, ckv, kpe, return_lse):
         """Output `[T, H, 512]` and LSE `[T, H]` in base 2; zeros at −∞ for a row without keys."""
-        assert all(a.is_contiguous() and a.dtype == torch.bfloat16 for a in (q_nope, q_pe, ckv, kpe)) and return_lse
+        assert all(a.is_contiguous() and a.dtype == self.type for a in (q_nope, q_pe, ckv, kpe)) and return_lse
         starts, firsts, indices, lens = self.batch
         out = torch.zeros(q_nope.shape, dtype=torch.float32)
         lse = torch.full(q_nope.shape[:2], -torch.inf)
