@@ -264,7 +264,7 @@ fn the_version_under_test_decides_which_entries_hold() {
     assert!(first.iter().any(|id| id == "all-ranks-empty-lse-nan"), "{first:?}");
     assert!(first.iter().all(|id| !id.starts_with("a2a")), "{first:?}");
     assert!(ids("0.25.1").iter().all(|id| !id.starts_with("ag-rs")));
-    assert_eq!(ids("0.33.0"), ["states-nan-partial"]);
+    assert_eq!(ids("0.33.0"), ["states-nan-partial", "lse-in-16-bits"]);
     assert!(Claims::of(&Profile { engine: "cpu".into(), ..Profile::default() }, None).unwrap().is_none());
 }
 

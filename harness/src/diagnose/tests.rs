@@ -228,7 +228,9 @@ fn an_engine_of_another_arithmetic_that_returns_outputs_alone_is_diagnosed_too()
     for name in ["row-misses-itself", "lse-base-2-as-natural", "exchange-swaps-two-ranks"] {
         let trial = blind(fault(name).unwrap(), &cases, Disguise::Foreign);
         assert_eq!(trial.place, Some(1), "{name}: {:?}", trial.diagnosis);
-        assert!(!trial.diagnosis.unwrap().candidates[0].exact, "{name}");
+        // what an exchange brings to the wrong rank has the same bits by any arithmetic
+        let exact = trial.diagnosis.unwrap().candidates[0].exact;
+        assert!(!exact || name == "exchange-swaps-two-ranks", "{name}");
     }
 }
 
