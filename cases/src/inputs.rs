@@ -42,7 +42,7 @@ pub struct Inputs {
     pub stale_values: Vec<Vec<f32>>,
     /// Up-projection [Hall, Dv, V]; MLA only, and only without latent output.
     pub w_uv: Option<Vec<f32>>,
-    /// Sinks of the heads [Hall]; none but in the family attend_sinks.
+    /// Sinks of the heads `[Hall]`; none but in the family attend_sinks.
     pub sinks: Vec<f32>,
     /// Positions that each row attends to, in the order in which they are given; empty where rows attend to all that they see.
     pub selected: Vec<Vec<usize>>,

@@ -67,11 +67,7 @@ fn parts_of(property: &str) -> Vec<String> {
         ("sparse", "slots") => all(&["sparse"], &["slots"]),
         ("sparse", "lists") => all(&["sparse"], &["indptr", "slots"]),
         ("sparse", _) => all(&["sparse"], &["topk"]),
-        ("selected", what) => parts_of_selected(what),
-        ("sinks", "partial-lse") => all(&["sinks"], &["partial_lse"]),
-        ("sinks", "partial-output") => all(&["sinks"], &["partial_out"]),
-        ("sinks", "lse") => all(&["sinks"], &["lse"]),
-        ("sinks", _) => all(&["sinks"], &["out", "lse"]),
+        ("selected" | "sinks", what) => parts_of_variants(family, what),
         ("route", "weights") => all(&["route"], &["topk_weights"]),
         ("route", _) | ("moe", "routing") => all(&[family], &["topk_ids", "topk_weights"]),
         ("moe", "slices") => all(&["moe"], &["slice_rows"]),
@@ -158,8 +154,17 @@ fn parts_of_shared_tokens(family: &str, what: &str) -> Vec<String> {
     vec![format!("{family}.{name}")]
 }
 
-/// Parts that show attention over selected tokens.
-fn parts_of_selected(what: &str) -> Vec<String> {
+/// Parts that show attention with sinks, and over selected tokens.
+fn parts_of_variants(family: &str, what: &str) -> Vec<String> {
+    let of_sinks: &[&str] = match what {
+        "partial-lse" => &["sinks.partial_lse"],
+        "partial-output" => &["sinks.partial_out"],
+        "lse" => &["sinks.lse"],
+        _ => &["sinks.out", "sinks.lse"],
+    };
+    if family == "sinks" {
+        return of_sinks.iter().map(|part| (*part).to_owned()).collect();
+    }
     let parts: &[&str] = match what {
         "lists" => &["selected.counts", "selected.indptr", "selected.slots"],
         "partial-lse" => &["selected.partial_lse"],

@@ -101,6 +101,8 @@ class Attention:
             raise Unsupported(
                 "the kernel rounds the query to the type of a quantised cache: no contract says that"
             )
+        if c.dtype == "f16" and c.gathered_heads == c.kv_heads:
+            raise Unsupported("with one query head a KV head the kernel rounds each product to 16 bits: no contract says that")
         if kind == "verify" and self.release.chain_lens is None:
             raise Unsupported(
                 "this release has no function for the local lengths of the rows of a multi-token step"
