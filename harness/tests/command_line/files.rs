@@ -5,7 +5,7 @@ use std::process::Command;
 
 use crate::program::Program;
 
-const STATES: [&str; 4] = ["--suite", "engine-smoke", "-E", "family(merge_states)"];
+const STATES: [&str; 4] = ["--suite", "engine-smoke", "-E", "family(merge_states) & not dtype(f16)"];
 
 /// The compiled program of docs/files.md; `None`, said aloud, where there is no C++ compiler.
 fn compiled(program: &Program, flag: &str) -> Option<PathBuf> {
