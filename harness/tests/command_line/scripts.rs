@@ -80,7 +80,8 @@ fn the_reference_of_a_script_is_allowed_in_every_family_and_a_changed_output_is_
 #[test]
 fn what_a_recorded_run_saw_is_in_the_script_without_its_engine() {
     let program = Program::new();
-    let selection = ["--suite", "engine-smoke", "-E", "family(merge_states) & pattern(all_empty)"];
+    let states = "family(merge_states) & pattern(all_empty) & dtype(bf16)";
+    let selection = ["--suite", "engine-smoke", "-E", states];
     let run_it = [&["run", "--fault", "two-empty-states-give-nan", "--no-diagnose"], &selection[..]].concat();
     program.expect(1, &run_it);
     let told = program.expect(0, &["replay", "latest", "--emit-python", "run.py"]).err;

@@ -186,16 +186,19 @@ impl Battery<'_> {
 
     /// Decode over caches that a healthy engine laid out.
     fn given_cache(&mut self) {
-        let scene = Scene::small(2);
-        let healthy = shardcheck_cpu::engine();
-        let mut writer = scene.open(&healthy);
-        step(writer.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
-        let mut cache = step(writer.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap().outputs;
-        let mut session = scene.open(self.engine);
-        let loaded = step(session.as_mut(), &Operation::LoadCache, &mut cache);
-        let attend = Operation::Attend { mask: Mask::Causal };
-        let reply = loaded.and_then(|_| step(session.as_mut(), &attend, &mut scene.attend_inputs()));
-        self.reply("given", &["out", "lse"], &reply);
+        for dtype in [Dtype::Bf16, Dtype::F16] {
+            let scene = Scene::small(2).with(|s| s.in_16_bits(dtype));
+            let healthy = shardcheck_cpu::engine();
+            let mut writer = scene.open(&healthy);
+            step(writer.as_mut(), &Operation::WriteKv, &mut scene.write_inputs()).unwrap();
+            let mut cache =
+                step(writer.as_mut(), &Operation::ReadCache, &mut Tensors::new()).unwrap().outputs;
+            let mut session = scene.open(self.engine);
+            let loaded = step(session.as_mut(), &Operation::LoadCache, &mut cache);
+            let attend = Operation::Attend { mask: Mask::Causal };
+            let reply = loaded.and_then(|_| step(session.as_mut(), &attend, &mut scene.attend_inputs()));
+            self.reply("given", &["out", "lse"], &reply);
+        }
     }
 
     fn equal_logits(&mut self) {
