@@ -16,7 +16,7 @@ const DECODE: &[Family] = &[Family::Decode];
 const VERIFY: &[Family] = &[Family::Verify];
 const DRAFT: &[Family] = &[Family::Draft];
 const ATTEND: &[Family] = &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected];
-const WITH_SINKS: &[Family] =
+pub(super) const WITH_SINKS: &[Family] =
     &[Family::Decode, Family::Verify, Family::Draft, Family::AttendSelected, Family::AttendSinks];
 
 pub(super) const CERTIFIED: &str = "certified interval of the declared rounding contract, per element";

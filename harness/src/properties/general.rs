@@ -1,6 +1,6 @@
 //! What must hold of every sharded step: what was decided is what ran.
 
-use shardcheck_cases::{Case, Family};
+use shardcheck_cases::Case;
 use shardcheck_engine::{CommBackend, Configuration};
 
 use super::Property;
@@ -14,13 +14,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         source: "vLLM: one owner of the routing decision; ATOM `mla_dcp_kernel_num_heads`",
         bugs: &["vllm-ascend#10580", "vllm#54300", "local-inference-lab/vllm#72", "vllm#28990"],
         tolerance: "exact: the effective path of the reply",
-        families: &[
-            Family::Decode,
-            Family::Verify,
-            Family::Draft,
-            Family::AttendSelected,
-            Family::AttendSinks,
-        ],
+        families: super::attend::WITH_SINKS,
         applies: sharded,
         check: dispatch_path,
     },
@@ -30,13 +24,7 @@ pub(super) const PROPERTIES: &[Property] = &[
         source: "ATOM: a2a saves one collective, query replication removes the all-gather of Q",
         bugs: &["vllm#54300", "vllm-ascend#10580", "local-inference-lab/vllm#72"],
         tolerance: "exact: collective counts and shapes, compared with the run that is configured the other way",
-        families: &[
-            Family::Decode,
-            Family::Verify,
-            Family::Draft,
-            Family::AttendSelected,
-            Family::AttendSinks,
-        ],
+        families: super::attend::WITH_SINKS,
         applies: |case| sharded(case) && crate::run::is_small(case),
         check: dispatch_observed,
     },

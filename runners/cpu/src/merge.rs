@@ -214,7 +214,7 @@ pub fn merge_with(
     let partial = &paired(partial, policies);
     let policies = &Weighing { merge: policies, sinks };
     let merged = match (backend, wire) {
-        (Backend::None, _) => scrub_empty(partial, policies),
+        (Backend::None, _) => scrub_empty(partial, policies.merge),
         (Backend::A2a, Wire::F32) => merge_a2a_single(link, partial, policies)?,
         (Backend::A2a, half) => merge_a2a_half(link, partial, half, order, policies)?,
         (Backend::AgRs, _) => merge_ag_rs(link, partial, wire, policies)?,
@@ -253,7 +253,7 @@ fn paired(partial: &Partial, policies: &MergePolicies) -> Partial {
 }
 
 /// A world of one: nothing to merge, but an empty row still reads as zeros.
-fn scrub_empty(partial: &Partial, policies: &Weighing) -> Partial {
+fn scrub_empty(partial: &Partial, policies: &MergePolicies) -> Partial {
     let mut scrubbed = partial.clone();
     for (row, lse) in scrubbed.out.chunks_exact_mut(partial.dim).zip(&partial.lse) {
         if *lse == f32::NEG_INFINITY {
