@@ -96,7 +96,7 @@ fn context(laboratory: &Laboratory) -> Result<Finding, Halt> {
         let head = rank * own + flat / dim % own;
         let token = needle(&picking, request, t, head);
         let value = (token * kv_heads + picking.inputs.kv_head(head)) * dim + flat % dim;
-        let value = round_f32(picking.configuration().dtype, picking.held_values[request][value]);
+        let value = round_f32(picking.output_dtype(), picking.held_values[request][value]);
         comparison.element(flat, *seen, Allowed::Exactly(f64::from(value)));
     }
     let axes = [("rank", shape[0]), ("row", rows), ("head", own), ("dim", dim)];

@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import unittest
@@ -17,12 +18,15 @@ TIMEOUT_S = {"sglang": 1200, "vllm": 600, "vllm-ascend": 1200}
 
 
 @functools.lru_cache
-def outcomes(package: str, release: str, *options: str) -> dict[str, Any]:
-    """What `tests.PACKAGE_scenarios` prints for a release and options of its adapter."""
+def outcomes(package: str, release: str, *options: str, together: bool = True) -> dict[str, Any]:
+    """What `tests.PACKAGE_scenarios` prints for a release and options of its adapter; `together` says whether programs of a launch may run so."""
     folder = Path(__file__).parent.parent
     command = [sys.executable, "-W", "ignore", "-m", f"tests.{package.replace('-', '_')}_scenarios", release, *options]
     limit_s = TIMEOUT_S[package]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False, timeout=limit_s)
+    environment = os.environ | {"SHARDCHECK_LOCKSTEP": "1" if together else "0"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False, timeout=limit_s
+    )
     if done.returncode != 0:
         raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout)

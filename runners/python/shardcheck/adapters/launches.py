@@ -4,11 +4,9 @@ elements, and ranks that are threads of one process would do the same operations
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from shardcheck.adapters.collectives import VirtualRanks
 
@@ -30,11 +28,8 @@ class Launch:
 
 class JointKernel:
     """Stands for an interpreted kernel whose launches on different ranks share nothing. `kernel[grid](…)` waits until every rank launches
-    it. Ranks whose launches differ in their tensors alone are one block then: each tensor is the block `[ranks, 1, 1]` of its places,
-    which broadcasts against rows `[n, 1]` and columns `[D]`. Other launches run one after the other, and a rank that launches while others
-    don't runs by itself.
-
-    A block has a power of two of ranks; the last one is there several times then, and stores the same again.
+    it. Ranks whose launches differ in their tensors alone are one launch then, with programs of all ranks. Other launches run one after the
+    other, and a rank that launches while others don't runs by itself.
     """
 
     def __init__(self, kernel: Any, ranks: Callable[[], VirtualRanks | None]) -> None:
@@ -46,14 +41,16 @@ class JointKernel:
 
     def _launch(self, grid: Any, *arguments: Any, **constants: Any) -> None:
         own, ranks = Launch(grid, arguments, constants), self.ranks()
-        launches = [own] if ranks is None else ranks.meet("launch", own)
+        launches = [own] if ranks is None else ranks.meet(f"launch of {self.kernel.__name__}", own)
         first = launches[0]
         if first.done:
             return
         first.done = True
         if len(launches) > 1 and all(other.numbers() == first.numbers() for other in launches):
+            from shardcheck.adapters import lockstep
+
             together = [
-                _places(each) if hasattr(each[0], "data_ptr") else each[0]
+                lockstep.of_ranks(each) if hasattr(each[0], "data_ptr") else each[0]
                 for each in zip(*(launch.arguments for launch in launches), strict=True)
             ]
             self.kernel[grid](*together, **constants)
@@ -62,14 +59,8 @@ class JointKernel:
                 self.kernel[launch.grid](*launch.arguments, **launch.constants)
 
 
-def _places(tensors: tuple[Any, ...]) -> Any:
-    """Where the ranks' tensors lie, a block `[ranks, 1, 1]` of pointers."""
-    import triton.language as tl
-    from triton.runtime.interpreter import TensorHandle
-    from triton.runtime.jit import mangle_type
-
-    pointer = tl.str_to_ty(mangle_type(tensors[0]), None)
-    count = 1 << (len(tensors) - 1).bit_length()
-    places = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
-    block = np.pad(places, (0, count - len(places)), mode="edge")[:, None, None]
-    return tl.tensor(TensorHandle(block, pointer), tl.block_type(pointer, [count, 1, 1]))
+def join(module: Any, names: Iterable[str], ranks: Callable[[], VirtualRanks | None]) -> None:
+    """Lets the ranks of a group launch kernels of a module as one; those that a release lacks are passed over."""
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, JointKernel(getattr(module, name), ranks))

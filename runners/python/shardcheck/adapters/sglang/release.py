@@ -12,6 +12,7 @@ from typing import Any, Optional
 import torch
 
 from shardcheck.adapters import interpreter
+from shardcheck.adapters.launches import join
 from shardcheck.adapters.loader import parameters
 from shardcheck.adapters.sglang import surroundings
 from shardcheck.adapters.sglang.surroundings import Groups
@@ -56,6 +57,8 @@ class Release:
         self.new_pages = self.package.cut(surroundings.HELPERS, "get_num_new_pages", scope)
         self._seen = threading.local()
         self._observe()
+        for module, kernels in surroundings.JOINT_KERNELS.items():
+            join(self.package.load(module), kernels, self.groups.ranks)
 
     def _context_method(self) -> Any:
         """The MLA layer's attention over a context in chunks, where it merges by Triton and not by a compiled kernel, and
@@ -91,6 +94,7 @@ class Release:
         return [
             *self.package.described(),
             *interpreter.SHIMS,
+            "launches of merges and of attention: ranks are programs of one launch, and not one launch after the other",
             "correct_attn_out and dcp_lse_combine_triton: wrapped to read off the merged LSE, which the merges drop",
             "cp_lse_ag_out_rs_mha in the Triton backend: wrapped to read off the partial; where the MLA layer merges "
             "otherwise, that merge in its place",

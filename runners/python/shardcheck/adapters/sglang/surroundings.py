@@ -39,6 +39,11 @@ _PLACES = (
     *(LAYOUT + EXCHANGE + PLANNER + KERNELS + MERGE + DECODE_KERNEL + DECODE_BACKEND + TRANSLATOR),
     *(STRATEGIES + ZIGZAG + INTERLEAVE + PADDING + MERGE_CHOICE + CONTEXT_LAYER + CONTEXT_BATCH),
 )
+# Kernels that all ranks of a group launch at the same place, of their own tensors.
+JOINT_KERNELS = {
+    KERNELS[0]: ("_correct_attn_cp_out_kernel", "_dcp_pack_a2a_send_kernel", "_dcp_lse_combine_kernel"),
+    DECODE_KERNEL[0]: ("_fwd_kernel_stage1", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2"),
+}
 # What those import and can be served as it is.
 _SUPPORT = (
     _DCP,
@@ -101,6 +106,11 @@ class Groups:
         parallel = getattr(self._local, "parallel", None)
         assert parallel is not None, "no rank acts on this thread"
         return parallel
+
+    def ranks(self) -> Any:
+        """The ranks that take turns with this thread, or nothing where it acts for none."""
+        parallel = getattr(self._local, "parallel", None)
+        return None if parallel is None else getattr(parallel.dcp_group, "ranks", None)
 
     def device(self) -> Any:
         """Stands for `get_device`."""

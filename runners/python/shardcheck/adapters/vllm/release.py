@@ -16,6 +16,7 @@ import torch
 
 from shardcheck import Unsupported
 from shardcheck.adapters import interpreter
+from shardcheck.adapters.launches import join
 from shardcheck.adapters.loader import parameters
 from shardcheck.adapters.vllm import surroundings
 from shardcheck.adapters.vllm.surroundings import Groups
@@ -72,6 +73,9 @@ class Release:
         if runner == "v2" and (self.runner_lens is None or self.runner_slots is None):
             raise Unsupported("this release has no kernels of a newer model runner")
         surroundings.exchange_virtually(self.package)
+        if device == "cpu":
+            for name in dict.fromkeys(surroundings.CORRECTION + surroundings.ALL_TO_ALL + surroundings.DECODE_KERNEL):
+                join(self.package.load(name), surroundings.JOINT_KERNELS, self.groups.ranks)
         self.copies_plainly = surroundings.copy_plainly(self.package)
         self._observed = threading.local()
         self.observes_lse = self.correct_and_scatter is not None and "return_lse" not in parameters(
@@ -90,6 +94,7 @@ class Release:
         lines = self.package.described()
         if self.device == "cpu":
             lines += interpreter.SHIMS
+            lines.append("launches of merges and of attention: ranks are programs of one launch, and not one launch after the other")
         if self.copies_plainly:
             lines.append("pcp_manager.async_copy_to_gpu: a plain copy, without pinned memory")
         if self.observes_lse:

@@ -33,6 +33,11 @@ RUNNER_SLOTS = ("vllm.v1.worker.gpu.block_table",)
 SEGMENTS = (f"{_OPS}.rocm_aiter_mla_merge",)
 PREFILL = ("vllm.v1.worker.gpu.pcp_manager",)
 INPUT_BATCH = ("vllm.v1.worker.gpu.input_batch",)
+# Kernels that all ranks of a group launch at the same place, of their own tensors.
+JOINT_KERNELS = (
+    *("_correct_attn_cp_out_kernel", "_dcp_a2a_pack_send_kernel", "_dcp_a2a_unpack_combine_kernel"),
+    *("_fwd_kernel_stage1", "_fwd_grouped_kernel_stage1", "_fwd_kernel_stage2"),
+)
 
 _PLACES = (
     *(CORRECTION + ALL_TO_ALL + DECODE_KERNEL + MERGE + MERGE_KERNEL + LENGTHS + BLOCK_TABLE),
@@ -93,6 +98,10 @@ class Groups:
     def act(self, group: Any) -> None:
         """From now on this thread acts for the rank of `group`."""
         self._local.group = group
+
+    def ranks(self) -> Any:
+        """The ranks that take turns with this thread, or nothing where it acts for none."""
+        return getattr(getattr(self._local, "group", None), "ranks", None)
 
     def decode_group(self) -> Any:
         """Stands for `get_dcp_group`, which asserts that there is one."""

@@ -12,7 +12,7 @@ import torch
 
 from shardcheck.adapters import interpreter
 from shardcheck.adapters.collectives import VirtualDistributed
-from shardcheck.adapters.launches import JointKernel
+from shardcheck.adapters.launches import join
 from shardcheck.adapters.loader import Stub, parameters
 from shardcheck.adapters.vllm_ascend import surroundings
 from shardcheck.adapters.vllm_ascend.surroundings import Groups, NpuTorch
@@ -60,9 +60,7 @@ class Release:
     def _run_fused_at_once(self, module: Any) -> None:
         """Puts host memory, blocks of rows and joint launches into a file of the fused exchange."""
         module.torch, module.range = NpuTorch(), interpreter.rows_at_once
-        for name in surroundings.FUSED_KERNELS:
-            if hasattr(module, name):
-                setattr(module, name, JointKernel(getattr(module, name), self.groups.ranks))
+        join(module, surroundings.FUSED_KERNELS, self.groups.ranks)
 
     def _class_with(self, module: str, method: str) -> Any:
         loaded = self.package.load(module)
