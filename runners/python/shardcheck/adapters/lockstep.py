@@ -11,8 +11,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import operator
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -165,13 +166,61 @@ def install() -> None:
         kind.apply_impl = _along_axis(kind.apply_impl)
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._patch_lang_tensor = _with_common_values(interpreter._patch_lang_tensor)
+    interpreter._patch_lang_core = _with_common_counts(interpreter._patch_lang_core)
     original = InterpretedFunction.run
 
     def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
         _patched.clear()
-        return original(self, *arguments, grid=_Grid(self.rewrite(), grid), warmup=warmup, **named)
+        function = self.rewrite()
+        # `range` is a function of the language in a kernel, and of Python around it
+        own_range = function.__globals__.get("range")
+        function.__globals__["range"] = own_range or _range
+        try:
+            return original(self, *arguments, grid=_Grid(function, grid), warmup=warmup, **named)
+        finally:
+            if own_range is None:
+                del function.__globals__["range"]
 
     InterpretedFunction.run = run
+
+
+def _range(*bounds: Any) -> Iterable[Any]:
+    """Python's `range`, or the one of the language, whose steps programs take together though they begin at places of their own: they part
+    only where they take more or fewer of them."""
+    if not any(_is(bound, Own) for bound in bounds):
+        return range(*bounds)
+    first, end, step = (bounds if len(bounds) == 3 else (*bounds, 1)) if len(bounds) > 1 else (0, bounds[0], 1)
+    begin, until, by = (_numbers(bound) for bound in (first, end, step))
+    counts = np.maximum(0, -((begin - until) // by))
+    if (counts != counts[0]).any():
+        raise _Parted(counts)
+    kind = first.type if _is(first, Own) else end.type if _is(end, Own) else tl.int32
+    dtype = interpreter._get_np_dtype(kind)
+    return (tl.tensor(Own((begin + index * by).astype(dtype)[:, None], kind), kind) for index in range(counts[0]))
+
+
+def _numbers(bound: Any) -> np.ndarray:
+    """What a bound of a loop is for each program."""
+    assert _running is not None
+    if _is(bound, Own):
+        return bound.handle.data[:, 0].astype(np.int64)
+    return np.full(_running.programs.shape[1], operator.index(getattr(bound, "value", bound)), dtype=np.int64)
+
+
+def _with_common_counts(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's patch of the language, whose loops programs then take together."""
+
+    def patch(language: Any, *rest: Any) -> None:
+        original(language, *rest)
+        one = language.range
+
+        def own_range(arg1: Any, arg2: Any = None, step: Any = None, **named: Any) -> Iterable[Any]:
+            bounds = (0, arg1, step or 1) if arg2 is None else (arg1, arg2, step or 1)
+            return _range(*bounds) if any(_is(bound, Own) for bound in bounds) else one(arg1, arg2, step, **named)
+
+        language.range = language.static_range = own_range
+
+    return patch
 
 
 def _once_a_launch(original: Callable[..., Any]) -> Callable[..., Any]:
