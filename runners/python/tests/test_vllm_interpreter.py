@@ -48,7 +48,12 @@ class InterpreterTest(unittest.TestCase):
         codes = self.torch.arange(256, dtype=self.torch.int32).to(self.torch.uint8)
         for name in ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2"):
             with self.subTest(name):
-                seen = self.copied(codes.view(getattr(self.torch, name)), self.torch.empty(256)).numpy()
+                try:
+                    seen = self.copied(codes.view(getattr(self.torch, name)), self.torch.empty(256)).numpy()
+                except ValueError as error:
+                    if "to ir type" not in str(error):
+                        raise
+                    skip(self, f"this release of Triton interprets no {name}")
                 wanted = decode(name.removeprefix("float8_"), codes.numpy())
                 self.assertTrue(np.array_equal(seen, wanted, equal_nan=True))
 

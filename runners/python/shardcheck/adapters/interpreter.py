@@ -99,9 +99,11 @@ def _remember_types() -> None:
 def _check_overflow_at_once() -> None:
     """The interpreter asks of every sum, difference and product of integers whether it overflows, by ten operations of its own. The same
     question to numpy takes a fiftieth of the time."""
-    from triton.language.semantic import TritonSemantic
+    from triton.language import semantic
 
-    asked = getattr(TritonSemantic, "binary_op_sanitize_overflow_impl", None)
+    # a class from Triton 3.4 on
+    of_language = getattr(semantic, "TritonSemantic", None)
+    asked = getattr(of_language, "binary_op_sanitize_overflow_impl", None)
     if asked is None:
         return
     exact = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
@@ -115,7 +117,7 @@ def _check_overflow_at_once() -> None:
         fits = kind.get_int_min_value() <= result.min() and result.max() <= kind.get_int_max_value()
         assert fits, f"int{kind.int_bitwidth} overflow detected for operation {binary_op.__name__}"
 
-    TritonSemantic.binary_op_sanitize_overflow_impl = at_once
+    of_language.binary_op_sanitize_overflow_impl = at_once
 
 
 def _complete_interpreted_functions() -> None:

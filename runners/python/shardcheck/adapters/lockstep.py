@@ -19,8 +19,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
-from triton.runtime.jit import mangle_type
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, ReduceOps, ScanOps, TensorHandle
 
 PROGRAMS_AT_ONCE = 64
 """Programs that run together at most: a block of each is held at a time, and by then an operation's time is that of its elements."""
@@ -75,7 +74,7 @@ _kept_apart: set[Callable[..., Any]] = set()
 
 def of_ranks(tensors: tuple[Any, ...]) -> Any:
     """An argument of a launch that is one for several ranks: where their tensors lie."""
-    pointer = tl.str_to_ty(mangle_type(tensors[0]), None)
+    pointer = interpreter._implicit_cvt(tensors[0]).type
     return tl.tensor(OfRanks(np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64), pointer), pointer)
 
 
@@ -167,21 +166,24 @@ def install() -> None:
     interpreter._patch_lang = _once_a_launch(interpreter._patch_lang)
     interpreter._patch_lang_tensor = _with_common_values(interpreter._patch_lang_tensor)
     interpreter._patch_lang_core = _with_common_counts(interpreter._patch_lang_core)
-    original = InterpretedFunction.run
+    prepared, called = GridExecutor.__init__, GridExecutor.__call__
 
-    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **named: Any) -> Any:
+    def prepare(self: Any, function: Any, names: Any, grid: Any, *rest: Any, **named: Any) -> None:
+        prepared(self, function, names, _Grid(function, grid), *rest, **named)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
         _patched.clear()
-        function = self.rewrite()
         # `range` is a function of the language in a kernel, and of Python around it
-        own_range = function.__globals__.get("range")
-        function.__globals__["range"] = own_range or _range
+        scope = self.fn.__globals__
+        own_range = scope.get("range")
+        scope["range"] = own_range or _range
         try:
-            return original(self, *arguments, grid=_Grid(function, grid), warmup=warmup, **named)
+            return called(self, *arguments, **named)
         finally:
             if own_range is None:
-                del function.__globals__["range"]
+                del scope["range"]
 
-    InterpretedFunction.run = run
+    GridExecutor.__init__, GridExecutor.__call__ = prepare, call
 
 
 def _range(*bounds: Any) -> Iterable[Any]:
