@@ -23,6 +23,7 @@ _NARROW = {"float8e4nv": "e4m3fn", "float8e4b8": "e4m3fnuz", "float8e5": "e5m2"}
 _LIMITS = {
     "arange's range must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
     "Shape element 0 must be a power of 2": "the kernel takes ranks and widths that are powers of two only",
+    "to ir type": "this release of Triton's interpreter knows no such type",
     "CompilationError": "the kernel does not compile for these widths on this device",
     "to have matching head strides": "the engine asserts equal head strides of both states",
 }
