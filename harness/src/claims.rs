@@ -59,6 +59,9 @@ pub struct KnownFinding {
     /// Whether every matching case must show it. Otherwise one of those judged in a run must.
     #[serde(default, skip_serializing_if = "is_false")]
     pub every: bool,
+    /// Judged cases from which on it counts that none shows it: of a finding that some inputs hide.
+    #[serde(default = "one", skip_serializing_if = "is_one")]
+    pub at_least: usize,
 }
 
 /// What versions of an engine claim to support: it must be judged, not just unsupported.
@@ -235,8 +238,12 @@ impl ClaimsFile {
             if entry.properties.is_empty()
                 || entry.reason.trim().is_empty()
                 || entry.reference.trim().is_empty()
+                || entry.at_least == 0
             {
-                return Err(format!("{} lacks properties, a reason or a reference", entry.id));
+                return Err(format!(
+                    "{} lacks properties, a reason or a reference, or has an at_least of 0",
+                    entry.id
+                ));
             }
             check_names(&entry.id, &entry.properties, entry.cases.as_ref())?;
         }

@@ -108,13 +108,19 @@ impl Claims {
         let Matching { cases, judged, shown, .. } = matching;
         let what = format!("{} ({})", entry.id, entry.reason);
         let status = match (judged, shown) {
-            (0, _) => Status::Unsupported,
+            (few, 0) if few < entry.at_least => Status::Unsupported,
             (_, 0) => Status::UnexpectedPass,
             _ if entry.every && shown < judged => Status::UnexpectedPass,
             _ => Status::ExpectedFail,
         };
         let text = match status {
-            Status::Unsupported => format!("nothing was judged that could show {what}"),
+            Status::Unsupported if judged == 0 => format!("nothing was judged that could show {what}"),
+            Status::Unsupported => {
+                format!(
+                    "{judged} judged cases do not show {what}, and fewer than {} settle nothing",
+                    entry.at_least
+                )
+            }
             Status::ExpectedFail => format!("{shown} of {judged} judged cases show {what}"),
             _ => format!(
                 "{shown} of {judged} judged cases show {what}, which {} must: if {} {} has it no longer, end the versions \

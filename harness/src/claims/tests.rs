@@ -115,6 +115,27 @@ fn a_finding_that_no_longer_shows_fails_the_run_and_names_the_entry_and_the_case
 }
 
 #[test]
+fn a_finding_that_some_inputs_hide_is_gone_only_when_as_many_cases_as_it_says_do_not_show_it() {
+    let cases = cases(Family::MergePartials);
+    for (at_least, status, exit) in [
+        (cases.len(), Status::UnexpectedPass, Exit::Failed),
+        (cases.len() + 1, Status::Unsupported, Exit::Passed),
+    ] {
+        let claims =
+            claims(&finding("leak", "[\"merge.*\", \"identity.rows\"]", &format!("at_least = {at_least}")));
+        let (outcome, record) = run(&shardcheck_cpu::engine(), &claims, &cases, false);
+        assert_eq!((outcome.exit, record.claims[0].status), (exit, status), "{at_least}");
+        // one that shows it is enough
+        let (outcome, record) = run(&faulty(), &claims, &cases, false);
+        assert_eq!(
+            (outcome.exit, record.claims[0].status),
+            (Exit::Passed, Status::ExpectedFail),
+            "{at_least}"
+        );
+    }
+}
+
+#[test]
 fn one_failing_check_that_no_entry_covers_fails_its_case_and_the_run() {
     let claims = claims(&finding("leak", "[\"merge.neutral\"]", ""));
     let (outcome, record) = run(&faulty(), &claims, &cases(Family::MergePartials), false);
