@@ -39,6 +39,8 @@ pub const FAMILIES: [Family; 8] = [
 
 const TEMPLATE: &str = include_str!("emit/script.py");
 const PLACE: &str = include_str!("emit/place.py");
+/// The one property whose own step a script can ask.
+pub const LSE_UNIT: &str = "lse.unit";
 const DATA_MARK: &str = "@DATA@";
 const ENGINE_MARK: &str = "@ENGINE@";
 
@@ -106,7 +108,7 @@ impl Asked {
         let id = property.id;
         match self {
             Self::Step => id.ends_with(".output") || id.ends_with(".lse") || id.starts_with("layout."),
-            Self::EqualLogits => id == "lse.unit",
+            Self::EqualLogits => id == LSE_UNIT,
         }
     }
 }
@@ -149,6 +151,7 @@ pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<S
         .collect();
     let mut data = json!({
         "case": case.id(),
+        "property": match telling.asked { Asked::Step => Value::Null, Asked::EqualLogits => LSE_UNIT.into() },
         "family": case.family.name(),
         "engine": format!("{} {}", profile.engine, profile.version),
         "release": profile.release_folder,

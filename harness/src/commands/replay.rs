@@ -12,7 +12,7 @@ use crate::commands::print;
 use crate::commands::reporting::full_text;
 use crate::commands::run::TIMEOUT_S;
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
-use crate::emit::{Asked, Call, Telling, script};
+use crate::emit::{Asked, Call, LSE_UNIT, Telling, script};
 use crate::engines::EngineArgs;
 use crate::recording::{Recorder, Recording};
 use crate::report::block::Origin;
@@ -122,7 +122,7 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     crate::emit::refuse(case).map_err(CommandError::usage)?;
     let asked = match args.property.as_slice() {
         [] => Asked::Step,
-        [id] if id == "lse.unit" => Asked::EqualLogits,
+        [id] if id == LSE_UNIT => Asked::EqualLogits,
         _ => {
             let told = "a script asks for the step of a case, or by --property lse.unit for that step with queries of zeros";
             return Err(CommandError::Usage(told.to_owned()));

@@ -92,10 +92,6 @@ fn defined(text: &str) -> BTreeSet<&str> {
 
 /// The name that a line defines at the outermost level.
 fn defines(line: &str) -> Option<&str> {
-    let is_name = |text: &str| {
-        text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
-            && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
-    };
     let behind = ["def ", "class "].into_iter().find_map(|word| line.strip_prefix(word));
     let name = match behind {
         Some(behind) => behind.split(['(', ':']).next()?,
@@ -154,9 +150,46 @@ fn needed<'a>(blocks: &'a [Block<'_>], mut wanted: BTreeSet<&'a str>) -> String 
     blocks.iter().zip(is_kept).filter(|(_, is_kept)| *is_kept).map(|(block, _)| block.text.as_str()).collect()
 }
 
-/// Whatever may be a name in a text, in strings and comments too.
+/// Whatever may be a name in a text: not what stands in comments and in strings, unless a string as a whole is one.
 fn words(text: &str) -> impl Iterator<Item = &str> {
+    let mut words = Vec::new();
+    let mut rest = text;
+    while let Some(at) = rest.find(['"', '\'', '#']) {
+        let (before, behind) = rest.split_at(at);
+        words.extend(names(before));
+        let is_formatted = before.ends_with(['f', 'F']);
+        let quote = ["\"\"\"", "\"", "'"].into_iter().find(|quote| behind.starts_with(quote));
+        let inside = &behind[quote.map_or(1, str::len)..];
+        let end = ends_at(inside, quote.unwrap_or("\n"));
+        let within = &inside[..end];
+        if quote.is_some() && (is_formatted || is_name(within)) {
+            words.extend(names(within));
+        }
+        rest = inside[end..].strip_prefix(quote.unwrap_or("\n")).unwrap_or(&inside[end..]);
+    }
+    words.extend(names(rest));
+    words.into_iter()
+}
+
+/// Where what `quote` ends does end, past characters behind a backslash.
+fn ends_at(text: &str, quote: &str) -> usize {
+    let mut is_escaped = false;
+    for (at, c) in text.char_indices() {
+        if !is_escaped && text[at..].starts_with(quote) {
+            return at;
+        }
+        is_escaped = c == '\\' && !is_escaped;
+    }
+    text.len()
+}
+
+fn names(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_').filter(|word| !word.is_empty())
+}
+
+fn is_name(text: &str) -> bool {
+    text.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+        && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
 /// A text without what may stand only at the head of a file, or stands in the script already; two empty lines behind it.
@@ -205,6 +238,12 @@ mod tests {
         }
         let decode = call(text).body(OperationKind::Decode, "").unwrap();
         assert!(decode.contains("OTHER = \"\"\"4\nSIZE\n\"\"\"\n") && !decode.contains("helper"), "{decode}");
+    }
+
+    #[test]
+    fn names_in_prose_are_none_and_one_that_is_a_whole_string_or_is_formatted_is() {
+        let text = "a(\"b\", 'c d', f\"{e} f\") # g 'h\n\"\"\"i\nj\"\"\"\nk = \"\\\"l\" + m\n";
+        assert_eq!(words(text).collect::<Vec<_>>(), ["a", "b", "f", "e", "f", "k", "m"]);
     }
 
     #[test]
