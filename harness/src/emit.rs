@@ -186,7 +186,10 @@ fn with_equal_logits(material: &Material, pass: &mut Pass) -> Result<Material, H
         _ => return Err(Halt::Inconclusive("lse.unit asks for attention".to_owned())),
     };
     if let Some(step) = pass.steps.last_mut() {
-        zeroed.step_inputs().iter().for_each(|(name, tensor)| step.inputs.insert(name, tensor.to_contiguous()));
+        zeroed
+            .step_inputs()
+            .iter()
+            .for_each(|(name, tensor)| step.inputs.insert(name, tensor.to_contiguous()));
     }
     Ok(Material::Attention(Box::new(zeroed)))
 }

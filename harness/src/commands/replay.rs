@@ -141,7 +141,8 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     let archive = file.with_extension("npz");
     let archive_name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let call = calls(args, &recording.profile)?;
-    let telling = Telling { asked, recording: Some(&recording), archive_name: &archive_name, call: call.as_ref() };
+    let telling =
+        Telling { asked, recording: Some(&recording), archive_name: &archive_name, call: call.as_ref() };
     let script = script(case, &recording.profile, &telling).map_err(CommandError::usage)?;
     if let Some(why) = script.without_call {
         // a file that was asked for must do; one that the engine names is more than was asked for

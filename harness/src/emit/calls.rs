@@ -73,7 +73,8 @@ impl Call {
         if !names.contains(operation.name()) {
             return Err(CallError::NoFunction { file, operation });
         }
-        let taken: BTreeSet<&str> = [script, CUTTING, STEPPING, CALLED].into_iter().flat_map(defined).collect();
+        let taken: BTreeSet<&str> =
+            [script, CUTTING, STEPPING, CALLED].into_iter().flat_map(defined).collect();
         if let Some(name) = names.intersection(&taken).next() {
             return Err(CallError::NameTaken { file, name: (*name).to_owned() });
         }
@@ -133,16 +134,19 @@ fn blocks(text: &str) -> Vec<Block<'_>> {
 /// Whether a line goes on with what the line before it began.
 fn continues(line: &str) -> bool {
     let words = ["else:", "elif ", "except", "finally:"];
-    line.is_empty() || line.starts_with([' ', ')', ']', '}']) || words.iter().any(|word| line.starts_with(word))
+    line.is_empty()
+        || line.starts_with([' ', ')', ']', '}'])
+        || words.iter().any(|word| line.starts_with(word))
 }
 
 /// The text of the pieces that `wanted` names need, and of all that have no name, with what those need.
 fn needed<'a>(blocks: &'a [Block<'_>], mut wanted: BTreeSet<&'a str>) -> String {
     let mut is_kept = vec![false; blocks.len()];
     loop {
-        let found = blocks.iter().enumerate().position(|(at, block)| {
-            !is_kept[at] && block.name.is_none_or(|name| wanted.contains(name))
-        });
+        let found = blocks
+            .iter()
+            .enumerate()
+            .position(|(at, block)| !is_kept[at] && block.name.is_none_or(|name| wanted.contains(name)));
         let Some(at) = found else { break };
         is_kept[at] = true;
         wanted.extend(words(&blocks[at].text));
@@ -230,7 +234,14 @@ mod tests {
     fn the_script_has_what_its_operation_needs_of_a_file_and_nothing_else() {
         let text = "\"\"\"Calls\nof two lines.\"\"\"\nimport ast\nSIZE = 3\nOTHER = \"\"\"4\nSIZE\n\"\"\"\n\n# of the helper\n@cache\ndef helper(\n    a,\n) -> int:\n    return SIZE\n\ndef verify(release, step):\n    return on_ranks(helper(1))\n\ndef decode(release, step):\n    return OTHER\n";
         let verify = call(text).body(OperationKind::Verify, "").unwrap();
-        for part in ["of two lines.", "import ast", "SIZE = 3", "# of the helper\n@cache\ndef helper(\n    a,\n) -> int:", "def on_ranks(", "class RankGroup:"] {
+        for part in [
+            "of two lines.",
+            "import ast",
+            "SIZE = 3",
+            "# of the helper\n@cache\ndef helper(\n    a,\n) -> int:",
+            "def on_ranks(",
+            "class RankGroup:",
+        ] {
             assert!(verify.contains(part), "{part}\n{verify}");
         }
         for part in ["OTHER", "def decode(", "def cut(", "def caches_of("] {

@@ -69,7 +69,10 @@ pub(super) fn wanted(
 ) -> Result<Vec<Wanted>, Halt> {
     let mut outputs = all(case, material)?;
     if let (Asked::EqualLogits, Material::Attention(material)) = (asked, material) {
-        outputs.iter_mut().filter(|output| output.name == "lse").for_each(|lse| lse.allowed = unit_lse(material));
+        outputs
+            .iter_mut()
+            .filter(|output| output.name == "lse")
+            .for_each(|lse| lse.allowed = unit_lse(material));
     }
     let absent =
         |name: &str| declared.is_some_and(|declared| declared.absent.iter().any(|absent| absent == name));

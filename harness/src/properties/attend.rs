@@ -448,7 +448,11 @@ fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut partial = Comparison::new("partial_lse");
     for (flat, seen) in seen.iter().enumerate() {
         let (rank, row) = (flat / gathered / rows, flat / gathered % rows);
-        partial.element(flat, *seen, equal_logits(material.local_visible_tokens(row, material.dcp_rank(rank))));
+        partial.element(
+            flat,
+            *seen,
+            equal_logits(material.local_visible_tokens(row, material.dcp_rank(rank))),
+        );
     }
     let headline = "equal logits over a rank's n tokens do not give ln n on that rank";
     let second = partial.finding(headline, Stage::Partial, |flat| material.place(flat, &axes));

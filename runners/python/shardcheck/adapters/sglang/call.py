@@ -136,7 +136,7 @@ def attend_sinks(release: Path, step: SimpleNamespace) -> dict:
 
 
 def attended(release: Path, step: SimpleNamespace, count: object) -> dict:
-    """`TritonAttnBackend.forward_decode` on each rank, which gathers queries, attends and merges; `count(lens, rows, member)` is what rows see of a rank."""
+    """`TritonAttnBackend.forward_decode` on each rank: gather, attention, merge. `count(lens, rows, member)` is what rows see of a rank."""
     c = step.configuration
     if c["interleave"] > 1 and c["dcp"] > 1:
         raise NotImplementedError("the Triton backend has no interleave size")
@@ -235,7 +235,7 @@ def backend_of(step: SimpleNamespace, methods: SimpleNamespace, kernel: object, 
 
 
 def ids_of_tokens(step: SimpleNamespace) -> torch.Tensor:
-    """`req_to_token`, i32 `[n, longest]`: block · (B·W) + position mod (B·W), as the allocator hands them out for whole pages; far away behind a request."""
+    """`req_to_token`, i32 `[n, longest]`: block · (B·W) + position mod (B·W), as whole pages are handed out; far away behind a request."""
     page = step.configuration["block_size"] * step.configuration["dcp"]
     lens, blocks = step.inputs["seq_lens"], step.inputs["block_table"]
     table = np.full((max(1, len(lens)), max(1, lens.max(initial=0))), 1 << 30, np.int32)

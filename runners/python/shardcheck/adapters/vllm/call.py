@@ -64,7 +64,7 @@ def merge_partials(release: Path, step: SimpleNamespace) -> dict:
 
 
 def merging(release: Path, step: SimpleNamespace) -> object:
-    """The merge over ranks of a case, `merge(group, out, lse)` of a rank's partial; by name, what newer releases are told of local lengths besides."""
+    """The merge over ranks of a case, `merge(group, out, lse)` of a rank's partial; by name, what newer releases are told of lengths."""
     way = exchanged if step.configuration["comm_backend"] == "a2a" else corrected
     function, seen = way(release)
     known = inspect.signature(function).parameters
@@ -172,27 +172,42 @@ def decode(release: Path, step: SimpleNamespace) -> dict:
 def verify(release: Path, step: SimpleNamespace) -> dict:
     """A verification, by `dcp_local_verify_row_lens`."""
     c, counted = step.configuration, vars(cut(file_of(release, LENGTHS), "get_dcp_local_seq_lens"))
-    count = cut(file_of(release, VERIFICATION), "dcp_local_verify_row_lens", **counted).dcp_local_verify_row_lens
+    found = vars(cut(file_of(release, VERIFICATION), "dcp_local_verify_row_lens", **counted))
+    if not found:
+        raise NotImplementedError("this release has no lengths for several rows of a request")
+    count = found["dcp_local_verify_row_lens"]
     return attended(release, step, lambda lens, rows, member: count(lens, rows, c["dcp"], member, c["interleave"]))
 
 
-def attended(release: Path, step: SimpleNamespace, count: object) -> dict:
-    """Query gather, the kernel over each rank's own tokens, and the merge; `count(lens, rows, member)` is what rows see of a rank."""
+def draft(release: Path, step: SimpleNamespace) -> dict:
+    """Blocks whose rows all see their whole request: the backend gets requests, spreads them over rows itself, and is not shown padding."""
+    return attended(release, step, None)
+
+
+def attended(release: Path, step: SimpleNamespace, count: object | None) -> dict:
+    """Query gather, the kernel over each rank's own tokens, and the merge. `count(lens, rows, member)` is what rows see of a rank; none is a draft."""
     c = step.configuration
     attend = latent(release, c) if c["attention"]["kind"] == "mla" else grouped(release, c)
-    merge, requests = merging(release, step), requests_of_rows(step)
-    table = dense(np.where(requests[:, None] < 0, 0, step.inputs["block_table"][requests]))
+    # a world of one merges nothing
+    merge, requests = merging(release, step) if c["dcp"] > 1 else None, requests_of_rows(step)
+    blocks, rows = step.inputs["block_table"], int(step.inputs["query_start_loc"][-1])
+    table = dense(blocks if count is None else np.where(requests[:, None] < 0, 0, blocks[requests]))
     starts, total = dense(step.inputs["query_start_loc"]), dense(step.inputs["seq_lens"])
 
     def of_rank(rank: int, group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
         member = group.rank_in_group
         query = group.all_gather(own_query(step, rank), dim=1)
-        lens = row_lengths(step, lambda lens, rows: count(lens, rows, member))
+        lens = local = local_lengths(release, c, total, member)
+        if count is not None:
+            lens = row_lengths(step, lambda lens, rows: count(lens, rows, member))
         check_pages(c, table, lens)
-        out, lse = attend(query, caches_of(step, rank), table, lens)
-        if c["dcp"] == 1:
+        shown = query[:rows] if count is None else query
+        out, lse = attend(shown, caches_of(step, rank), table, lens, count is not None)
+        hidden = len(query) - len(shown)
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, hidden), value=torch.nan)
+        lse = torch.nn.functional.pad(lse, (0, 0, 0, hidden), value=-torch.inf)
+        if merge is None:
             return out, lse
-        local = local_lengths(release, c, total, member)
         return merge(group, out, lse, seq_lens=local, query_start_loc=starts)
 
     return on_all_ranks(step, of_rank)
@@ -225,11 +240,11 @@ def latent(release: Path, c: dict) -> object:
     layer = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
 
     def attend(
-        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor
+        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         metadata = SimpleNamespace(
             decode=SimpleNamespace(block_table=table, seq_lens=lens),
-            causal=True,
+            causal=causal,
             max_seq_len=max([1, *lens.tolist()]),
             num_decodes=len(lens),
             num_decode_tokens=len(query),
@@ -244,7 +259,7 @@ def grouped(release: Path, c: dict) -> object:
     fwd = whole(file_of(release, KERNELS), is_hip_=False).decode_attention_fwd
 
     def attend(
-        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor
+        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor, causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, heads, width = *query.shape[:2], caches[1].shape[-1]
         out, lse = query.new_zeros(rows, heads, width), query.new_zeros(rows, heads)
