@@ -15,7 +15,9 @@ use shardcheck_engine::{Profile, Reply, Tensor, Tensors};
 use shardcheck_formats::Dtype;
 
 use crate::export::{Pass, pass_of};
+use crate::laboratory::Halt;
 use crate::material::{AttentionMaterial, Material};
+use crate::properties::Property;
 use crate::recording::{Answered, Recording};
 
 pub use calls::{Call, CallError};
@@ -24,18 +26,21 @@ use arrays::Arrays;
 use outputs::{Wanted, wanted};
 
 /// Families that a script has a reference for.
-pub const FAMILIES: [Family; 7] = [
+pub const FAMILIES: [Family; 8] = [
     Family::MergeStates,
     Family::MergePartials,
     Family::Decode,
     Family::Verify,
     Family::Draft,
+    Family::AttendSinks,
     Family::Context,
     Family::Layout,
 ];
 
 const TEMPLATE: &str = include_str!("emit/script.py");
 const PLACE: &str = include_str!("emit/place.py");
+/// The one property whose own step a script can ask.
+pub const LSE_UNIT: &str = "lse.unit";
 const DATA_MARK: &str = "@DATA@";
 const ENGINE_MARK: &str = "@ENGINE@";
 
@@ -86,9 +91,33 @@ pub enum EmitError {
     },
 }
 
+/// What a script asks of a case.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub enum Asked {
+    /// Its own step.
+    #[default]
+    Step,
+    /// What the property `lse.unit` asks: the same step with queries of zeros, whose LSEs are logarithms of numbers of tokens in all 32 bits, whatever
+    /// the engine's contract says that it loses of an LSE.
+    EqualLogits,
+}
+
+impl Asked {
+    /// Whether a property judges what the script does.
+    pub fn is_judged_by(self, property: &Property) -> bool {
+        let id = property.id;
+        match self {
+            Self::Step => id.ends_with(".output") || id.ends_with(".lse") || id.starts_with("layout."),
+            Self::EqualLogits => id == LSE_UNIT,
+        }
+    }
+}
+
 /// What a script is to say beside the case.
 #[derive(Debug, Default)]
 pub struct Telling<'a> {
+    /// What it asks.
+    pub asked: Asked,
     /// What an engine answered, where that is known.
     pub recording: Option<&'a Recording>,
     /// File that large arrays go into, beside the script.
@@ -104,11 +133,15 @@ pub struct Telling<'a> {
 pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<Script, EmitError> {
     refuse(case)?;
     let error = |reason: String| EmitError::NoBound { id: case.id(), reason };
-    let pass = pass_of(case, profile).map_err(error)?;
-    let material = Material::of(case, profile).map_err(error)?;
+    let halted = |halt: Halt| error(format!("{halt:?}"));
+    let mut pass = pass_of(case, profile).map_err(error)?;
+    let mut material = Material::of(case, profile).map_err(error)?;
+    if telling.asked == Asked::EqualLogits {
+        material = with_equal_logits(&material, &mut pass).map_err(halted)?;
+    }
     let (last, before) = pass.steps.split_last().ok_or_else(|| error("it has no step".to_owned()))?;
     let declared = profile.operation(last.request.kind);
-    let wanted = wanted(case, &material, declared).map_err(|halt| error(format!("{halt:?}")))?;
+    let wanted = wanted(case, &material, declared, telling.asked).map_err(halted)?;
     let seen = telling.recording.and_then(|recording| answered(recording, &pass));
     let mut arrays = Arrays::default();
     let writes: Vec<Value> = before
@@ -118,6 +151,7 @@ pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<S
         .collect();
     let mut data = json!({
         "case": case.id(),
+        "property": match telling.asked { Asked::Step => Value::Null, Asked::EqualLogits => LSE_UNIT.into() },
         "family": case.family.name(),
         "engine": format!("{} {}", profile.engine, profile.version),
         "release": profile.release_folder,
@@ -143,6 +177,21 @@ pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<S
         telling.call.map(|call| call.body(last.request.kind, &[TEMPLATE, PLACE].concat())).transpose();
     let (called, without_call) = called.map_or_else(|why| (None, Some(why)), |called| (called, None));
     Ok(Script { text: filled(called.as_deref(), &text), archive, is_called: called.is_some(), without_call })
+}
+
+/// A case, and its last step, with queries of zeros.
+fn with_equal_logits(material: &Material, pass: &mut Pass) -> Result<Material, Halt> {
+    let zeroed = match material {
+        Material::Attention(material) => material.with_equal_logits()?,
+        _ => return Err(Halt::Inconclusive("lse.unit asks for attention".to_owned())),
+    };
+    if let Some(step) = pass.steps.last_mut() {
+        zeroed
+            .step_inputs()
+            .iter()
+            .for_each(|(name, tensor)| step.inputs.insert(name, tensor.to_contiguous()));
+    }
+    Ok(Material::Attention(Box::new(zeroed)))
 }
 
 /// Refuses what a script can't hold, with what to do instead.
@@ -209,6 +258,8 @@ fn attention(material: &AttentionMaterial, arrays: &mut Arrays) -> Value {
     let w_uv = weights.map_or(Value::Null, |weights| {
         floats("w_uv".to_owned(), &[heads, value_dim, shape.v_head_dim()], &weights)
     });
+    let sinks: Option<Vec<f64>> =
+        (0..groups).map(|group| material.sinks(group)).collect::<Option<Vec<_>>>().map(|all| all.concat());
     let places: Vec<Value> = (0..rows)
         .map(|row| {
             material.rows[row]
@@ -216,7 +267,7 @@ fn attention(material: &AttentionMaterial, arrays: &mut Arrays) -> Value {
         })
         .collect();
     json!({
-        "query": query, "keys": keys, "values": values, "w_uv": w_uv, "rows": places,
+        "query": query, "keys": keys, "values": values, "w_uv": w_uv, "sinks": sinks, "rows": places,
         "ranks": configuration.tp, "heads": configuration.heads_per_rank,
         "gathered_heads": configuration.gathered_heads(), "kv_heads": kv_heads, "value_dim": value_dim,
         "softmax_scale": f64::from(configuration.softmax_scale),

@@ -162,6 +162,16 @@ impl AttentionMaterial {
             .map_err(Halt::Inconclusive)
     }
 
+    /// The same case with queries of zeros, in padding rows too: all logits are equal.
+    ///
+    /// # Errors
+    /// [`Halt::Inconclusive`] when that case contradicts itself.
+    pub fn with_equal_logits(&self) -> Result<Self, Halt> {
+        let mut inputs = self.inputs.clone();
+        inputs.query.fill(0.0);
+        self.with_inputs(inputs)
+    }
+
     /// The same case with other inputs.
     ///
     /// # Errors

@@ -55,6 +55,7 @@ use shardcheck_cases::{Case, Family};
 use crate::finding::{Failure, Finding, Stage};
 use crate::laboratory::{Halt, Laboratory};
 
+pub(crate) use attend::unit_lse;
 pub(crate) use inputs::UNCHANGED;
 
 /// A property.

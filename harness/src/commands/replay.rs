@@ -12,7 +12,7 @@ use crate::commands::print;
 use crate::commands::reporting::full_text;
 use crate::commands::run::TIMEOUT_S;
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
-use crate::emit::{Call, Telling, script};
+use crate::emit::{Asked, Call, LSE_UNIT, Telling, script};
 use crate::engines::EngineArgs;
 use crate::recording::{Recorder, Recording};
 use crate::report::block::Origin;
@@ -35,7 +35,7 @@ pub struct Args {
     #[arg(long, value_name = "NAME")]
     fault: Option<String>,
 
-    /// Judge this property only
+    /// Judge this property only; a script asks what `lse.unit` asks, or the case's own step
     #[arg(long, value_name = "ID")]
     property: Vec<String>,
 
@@ -54,7 +54,7 @@ pub struct Args {
     /// Write the case as a Python script for whoever mends the engine, and judge nothing: inputs, a plain numpy reference, what is
     /// allowed of each element, and the engine's own call where it names a file of calls, else a marked place for one. Holds what was
     /// seen, where that was recorded
-    #[arg(long, value_name = "FILE", conflicts_with_all = ["json", "property"])]
+    #[arg(long, value_name = "FILE", conflicts_with = "json")]
     emit_python: Option<PathBuf>,
 
     /// Calls of the engine's own functions for the script (docs/scripts.md); those that the engine names when not given
@@ -120,12 +120,20 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     }
     // before anything is judged, or said of it
     crate::emit::refuse(case).map_err(CommandError::usage)?;
+    let asked = match args.property.as_slice() {
+        [] => Asked::Step,
+        [id] if id == LSE_UNIT => Asked::EqualLogits,
+        _ => {
+            let told = "a script asks for the step of a case, or by --property lse.unit for that step with queries of zeros";
+            return Err(CommandError::Usage(told.to_owned()));
+        }
+    };
     let recording = match stored(args, case)? {
         Some(recording) => recording,
         None => {
             let (engine, chosen, _) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
             let recorder = Recorder::new(&*engine);
-            let result = judge_case(case, &recorder, &|_| true);
+            let result = judge_case(case, &recorder, &|property| asked.is_judged_by(property));
             eprintln!("holds what {} answers now: {}", chosen.name(), result.status);
             recorder.recording()
         }
@@ -133,7 +141,8 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     let archive = file.with_extension("npz");
     let archive_name = archive.file_name().unwrap_or_default().to_string_lossy().into_owned();
     let call = calls(args, &recording.profile)?;
-    let telling = Telling { recording: Some(&recording), archive_name: &archive_name, call: call.as_ref() };
+    let telling =
+        Telling { asked, recording: Some(&recording), archive_name: &archive_name, call: call.as_ref() };
     let script = script(case, &recording.profile, &telling).map_err(CommandError::usage)?;
     if let Some(why) = script.without_call {
         // a file that was asked for must do; one that the engine names is more than was asked for

@@ -1,9 +1,7 @@
 # ----------------------------------------------------------------------------------------------------------
 # The engine's own functions, taken out of its files. `release` is the folder that holds the engine's package.
 
-@CUTTING@
-
-@CALL@
+@CALLS@
 
 
 def release_folder() -> Path:

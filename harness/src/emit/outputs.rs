@@ -5,10 +5,12 @@ use shardcheck_cases::{Case, Family};
 use shardcheck_engine::OperationProfile;
 use shardcheck_formats::Dtype;
 
+use super::Asked;
 use super::arrays::Arrays;
 use crate::judge::Allowed;
 use crate::laboratory::Halt;
 use crate::material::{AttentionMaterial, Material};
+use crate::properties::unit_lse;
 
 /// An output, and what each of its elements may be.
 pub(super) struct Wanted {
@@ -63,8 +65,15 @@ pub(super) fn wanted(
     case: &Case,
     material: &Material,
     declared: Option<&OperationProfile>,
+    asked: Asked,
 ) -> Result<Vec<Wanted>, Halt> {
     let mut outputs = all(case, material)?;
+    if let (Asked::EqualLogits, Material::Attention(material)) = (asked, material) {
+        outputs
+            .iter_mut()
+            .filter(|output| output.name == "lse")
+            .for_each(|lse| lse.allowed = unit_lse(material));
+    }
     let absent =
         |name: &str| declared.is_some_and(|declared| declared.absent.iter().any(|absent| absent == name));
     outputs.retain(|output| !absent(output.name));

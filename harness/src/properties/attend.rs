@@ -409,6 +409,19 @@ fn given_cache(laboratory: &Laboratory) -> Result<Finding, Halt> {
     Ok(comparison.finding(headline, Stage::Partial, |flat| material.place(flat, &axes)))
 }
 
+/// What is allowed of the LSE of n logits of zero.
+fn equal_logits(n: usize) -> Allowed {
+    let exact = (n as f64).ln();
+    Allowed::near(exact, 16.0 * (1.0 + exact.max(0.0)) / f64::from(1u32 << 24))
+}
+
+/// What `lse.unit` allows of the merged LSEs `[ranks, T, H]` where queries are zeros.
+pub(crate) fn unit_lse(material: &AttentionMaterial) -> Vec<Allowed> {
+    let shape = material.output_shape();
+    let count: usize = shape[..3].iter().product();
+    (0..count).map(|flat| equal_logits(material.visible_tokens(flat / shape[2] % shape[1]))).collect()
+}
+
 fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let material = laboratory.attention();
     let mut inputs = material.step_inputs();
@@ -419,15 +432,11 @@ fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut run = Run::open(&laboratory.engine, material.configuration())?;
     run.step(&shardcheck_engine::Operation::WriteKv, &material.write_inputs())?;
     let observed = run.step(&material.operation(), &inputs)?;
-    let ln = |n: usize| {
-        let exact = (n as f64).ln();
-        Allowed::near(exact, 16.0 * (1.0 + exact.max(0.0)) / f64::from(1u32 << 24))
-    };
     let shape = material.output_shape();
     let seen = observed.output("lse", Dtype::F32, &shape[..3])?.to_f64();
     let mut merged = Comparison::new("lse");
-    for (flat, seen) in seen.iter().enumerate() {
-        merged.element(flat, *seen, ln(material.visible_tokens(flat / shape[2] % shape[1])));
+    for (flat, (seen, wanted)) in seen.iter().zip(unit_lse(material)).enumerate() {
+        merged.element(flat, *seen, wanted);
     }
     let axes = [("rank", shape[0]), ("row", shape[1]), ("head", shape[2])];
     let headline = "equal logits over n tokens do not give ln n after the merge";
@@ -439,7 +448,11 @@ fn lse_unit(laboratory: &Laboratory) -> Result<Finding, Halt> {
     let mut partial = Comparison::new("partial_lse");
     for (flat, seen) in seen.iter().enumerate() {
         let (rank, row) = (flat / gathered / rows, flat / gathered % rows);
-        partial.element(flat, *seen, ln(material.local_visible_tokens(row, material.dcp_rank(rank))));
+        partial.element(
+            flat,
+            *seen,
+            equal_logits(material.local_visible_tokens(row, material.dcp_rank(rank))),
+        );
     }
     let headline = "equal logits over a rank's n tokens do not give ln n on that rank";
     let second = partial.finding(headline, Stage::Partial, |flat| material.place(flat, &axes));

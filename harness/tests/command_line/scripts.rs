@@ -33,7 +33,7 @@ fn with_engine(program: &Program, script: &str, body: &str) -> std::path::PathBu
 }
 
 /// A case of each kind that a script has a reference for.
-const SELECTIONS: [&str; 9] = [
+const SELECTIONS: [&str; 11] = [
     "family(merge_states) & pattern(some_empty)",
     "family(merge_states) & pattern(broken_lse)",
     "family(merge_partials) & pattern(some_empty)",
@@ -41,6 +41,8 @@ const SELECTIONS: [&str; 9] = [
     "family(decode) & model(tiny-gqa16) & world(8)",
     "family(verify) & model(tiny-mla) & pbm(true)",
     "family(draft)",
+    "family(attend_sinks) & world(1)",
+    "family(attend_sinks) & world(>1) & padded(>0)",
     "family(context) & model(tiny-gqa16)",
     "family(layout)",
 ];

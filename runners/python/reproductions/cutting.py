@@ -7,10 +7,11 @@ import ast
 import functools
 import importlib.util
 import os
+import sys
 import tempfile
 import threading
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
@@ -26,15 +27,38 @@ HEADS = {"torch": "import torch\n", "triton": "import triton\nimport triton.lang
 
 def cut(path: Path, *names: str, **scope: object) -> SimpleNamespace:
     """Functions, methods and classes of a file by name, in a module of their own that sees `scope` besides; those that it doesn't have are left out."""
-    text = path.read_text()
     found = [
         node
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name in names
     ]
+    return taken(path, found, scope)
+
+
+def whole(path: Path, **scope: object) -> SimpleNamespace:
+    """All functions that a file defines at its outermost level, bare or as kernels of Triton, beside its constants that are plain values."""
+    nodes = ast.parse(path.read_text()).body
+    constants = {
+        node.targets[0].id: node.value.value
+        for node in nodes
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    functions = [
+        node
+        for node in nodes
+        if isinstance(node, ast.FunctionDef)
+        and all(ast.unparse(mark).startswith("triton.") for mark in node.decorator_list)
+    ]
+    return taken(path, functions, constants | scope)
+
+
+def taken(path: Path, found: list, scope: dict) -> SimpleNamespace:
+    """What definitions of a file's syntax tree are, in a module that sees `scope` besides."""
     if importlib.util.find_spec("triton") is not None:
         round_as_devices_do()
-    lines = text.splitlines()
+    lines = path.read_text().splitlines()
     bodies = [HEAD, *(line for module, line in HEADS.items() if importlib.util.find_spec(module))]
     for node in found:
         first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
@@ -46,7 +70,15 @@ def cut(path: Path, *names: str, **scope: object) -> SimpleNamespace:
     module = importlib.util.module_from_spec(spec)
     vars(module).update(scope)
     spec.loader.exec_module(module)
-    return SimpleNamespace(**{name: getattr(module, name) for name in names if hasattr(module, name)})
+    return SimpleNamespace(**{node.name: getattr(module, node.name) for node in found})
+
+
+def stand_in(name: str, **members: object) -> None:
+    """A module of that name with those members and nothing else, for imports within functions."""
+    parts = name.split(".")
+    for end in range(1, len(parts) + 1):
+        sys.modules.setdefault(".".join(parts[:end]), ModuleType(".".join(parts[:end])))
+    vars(sys.modules[name]).update(members)
 
 
 @functools.cache

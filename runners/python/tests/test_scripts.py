@@ -9,6 +9,7 @@ import tempfile
 import unittest
 from pathlib import Path
 
+from shardcheck.fetch import engine_folder
 from tests.program import program
 from tests.releases import require
 from tests.skips import skip
@@ -336,17 +337,88 @@ RIGHT = (
     ),
 )
 
+EMPTY_SHARD = "seen nan; out at rank 0, row 1"
+OF_16_BITS = "Cannot bitcast data-type of size 16 to data-type of size 32"
+# Steps of attention: case, what a release must show, and releases that must pass by the same script, which is made with the first one that
+# is named. A case with `lse.unit` is asked with queries of zeros.
+STEPS = (
+    # an LSE in the query's type: not where that is f32, as bf16 is in the interpreter
+    (
+        "vllm",
+        "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.f16.ag_rs/4+1.pad1.shuf/gaussian/8684 lse.unit",
+        dict.fromkeys(("0.11.0", "0.24.0", "0.33.0"), "lse at rank 0, row 0, head 0: expected 1.609"),
+        (),
+    ),
+    ("vllm", "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.bf16.ag_rs/4+1.pad1.shuf/gaussian/8684 lse.unit", {}, ("0.33.0",)),
+    # f16 behind the all-to-all: no such LSE at first, then the NaN of an empty shard
+    (
+        "vllm",
+        "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.f16.a2a.lo_hi/4+1_0+1.seq/gaussian/1",
+        {"0.27.1": EMPTY_SHARD, "0.24.0": OF_16_BITS, "0.25.1": OF_16_BITS},
+        ("0.29.0", "0.33.0"),
+    ),
+    ("vllm", "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.f16.ag_rs/4+1_0+1.seq/gaussian/1", {}, ("0.27.1",)),
+    (
+        "vllm",
+        "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.bf16.ag_rs/4+1_0+1.seq/gaussian/1",
+        {"0.11.0": EMPTY_SHARD, "0.24.0": EMPTY_SHARD},
+        ("0.25.1", "0.33.0"),
+    ),
+    # grouped queries on three ranks, of which one is empty
+    (
+        "vllm",
+        "decode/tiny-gqa16/tp3.dcp3.h2.s1.b8.n8.bf16.a2a.lo_hi/12+1_1+1.seq/gaussian/1",
+        {"0.24.0": EMPTY_SHARD},
+        ("0.33.0",),
+    ),
+    (
+        "vllm",
+        "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.bf16.ag_rs/3+1.seq/gaussian/1",
+        {"0.11.0": "seen nan; lse at rank 0, row 0"},
+        ("0.33.0",),
+    ),
+    (
+        "vllm",
+        "draft/tiny-mla/tp2.dcp2.h1.s1.b16.n4.bf16.a2a.lo_hi/4+2_1+2.pad1.seq/gaussian/1",
+        {"0.27.1": "seen nan; out at rank 0, row 4"},
+        ("0.33.0",),
+    ),
+    ("vllm", "verify/tiny-mla/tp2.dcp2.h1.s4.b16.n4.bf16.ag_rs/3+2_0+3_9+2.pad1.shuf/gaussian/8684", {}, ("0.33.0",)),
+    ("vllm", "decode/tiny-mla/tp2.dcp1.h1.s1.b16.n4.bf16.ag_rs/3+1_0+1.pad1.seq/gaussian/1", {}, ("0.33.0", "0.24.0")),
+    # sinks: on one rank they are right
+    (
+        "sglang",
+        "attend_sinks/tiny-gqa16/tp2.dcp2.h2.s1.b8.n8.bf16.ag_rs/12+1_3+1.seq/gaussian/1",
+        {"0.5.23": "seen 0.0; out at rank 1", "0.5.17": "seen 0.0; out at rank 1"},
+        (),
+    ),
+    (
+        "sglang",
+        "attend_sinks/tiny-gqa16/tp2.dcp1.h2.s1.b8.n8.bf16.ag_rs/12+1_3+1.pad1.seq/gaussian/1",
+        {},
+        ("0.5.23", "0.5.17"),
+    ),
+    (
+        "sglang",
+        "decode/tiny-mla/tp3.dcp3.h1.s1.b16.n4.bf16.a2a.lo_hi/3+1_0+1.pad2.shuf/gaussian/1",
+        {"0.5.17": "seen nan; out at rank 0, row 2"},
+        ("0.5.23",),
+    ),
+    ("sglang", "decode/tiny-mla/tp2.dcp2.h1.s1.b16.n4.f16.ag_rs/3+1_0+1.pad1.shuf/gaussian/1", {}, ("0.5.23",)),
+    ("sglang", "verify/tiny-gqa16/tp4.dcp2.h2.s1.b8.n8.bf16.ag_rs/12+3_3+1_0+2.pad1.seq/gaussian/1", {}, ("0.5.23",)),
+)
+
 
 class FetchedReleasesTest(ScriptTest):
     """Each test names releases and is skipped where one isn't fetched."""
 
-    def script(self, package: str, release: str, case: str, merge: str) -> Path:
+    def script(self, package: str, release: str, case: str, merge: str, *options: str) -> Path:
         """The script that the engine's own profile leads to."""
         require(self, package, release)
         module = package.replace("-", "_")
         option = f" --merge {merge}" if merge else ""
         engine = f"exec:'{sys.executable} -W ignore -m shardcheck.adapter shardcheck.adapters.{module}:Engine --release {release}{option}'"
-        return self.emitted(case, "--engine", engine.replace("'", ""))[0]
+        return self.emitted(case, "--engine", engine.replace("'", ""), *options)[0]
 
     def test_each_finding_shows_with_the_release_alone(self) -> None:
         for package, release, case, shows, merge in FINDINGS:
@@ -359,6 +431,20 @@ class FetchedReleasesTest(ScriptTest):
             with self.subTest(f"{package} {release} {case} {merge}"):
                 code, text = run(self.script(package, release, case, merge))
                 self.assertEqual(code, 0, text)
+
+    def test_steps_of_attention_show_what_is_wrong_in_a_release_and_pass_in_others(self) -> None:
+        for package, asked, shown, right in STEPS:
+            case, *of = asked.split()
+            releases = [*shown, *right]
+            with self.subTest(f"{package} {asked}"):
+                for release in releases:
+                    require(self, package, release)
+                script = self.script(package, releases[0], case, "", *(("--property", *of) if of else ()))
+                self.assertEqual(run(script, "--self")[0], 0)
+                for release in releases:
+                    code, text = run(script, str(engine_folder(package, release)))
+                    expected = (1, True) if release in shown else (0, True)
+                    self.assertEqual((code, shown.get(release, "0 of ") in text), expected, f"{release}\n{text}")
 
 
 if __name__ == "__main__":

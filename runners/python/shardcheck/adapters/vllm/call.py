@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
-from cutting import cut, on_ranks
+from cutting import cut, on_ranks, whole
+from stepping import caches_of, dense, on_all_ranks, own_query, requests_of_rows, row_lengths
 
 # Where releases keep their code, newest place first.
 CORRECTION = ("v1/attention/ops/dcp.py", "v1/attention/ops/common.py", "attention/ops/common.py")
@@ -15,6 +18,9 @@ EXCHANGE = ("v1/attention/ops/dcp.py", "v1/attention/ops/dcp_alltoall.py")
 STATES = ("v1/attention/ops/triton_merge_attn_states.py", "attention/ops/triton_merge_attn_states.py")
 LENGTHS = ("v1/attention/backends/utils.py",)
 BUILDERS = ("v1/attention/backends/mla/common.py",)
+KERNELS = ("v1/attention/ops/triton_decode_attention.py", "attention/ops/triton_decode_attention.py")
+BACKEND = ("v1/attention/backends/mla/triton_mla.py",)
+VERIFICATION = ("v1/attention/backends/mla/rocm_aiter_mla.py",)
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "i32": torch.int32}
 
 
@@ -27,7 +33,7 @@ def file_of(release: Path, places: tuple[str, ...]) -> Path:
     """The first of the places that the release has."""
     found = [release / "vllm" / place for place in places if (release / "vllm" / place).is_file()]
     if not found:
-        raise SystemExit(f"this release has none of {', '.join(places)}")
+        raise NotImplementedError(f"this release has none of {', '.join(places)}")
     return found[0]
 
 
@@ -47,14 +53,38 @@ def merge_states(release: Path, step: SimpleNamespace) -> dict:
 def merge_partials(release: Path, step: SimpleNamespace) -> dict:
     """`dcp_a2a_lse_reduce` or `cp_lse_ag_out_rs`, by the exchange of the case."""
     outs, lses = given(step, "partial_out"), given(step, "partial_lse")
-    natural = step.parameters.get("lse_base", "e") == "e"
-    way = exchanged if step.configuration["comm_backend"] == "a2a" else corrected
-    out, lse = zip(*on_ranks(len(outs), way(release, outs, lses, natural)), strict=True)
+    merge = merging(release, step)
+
+    def of_rank(group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        rank = group.rank_in_group
+        return merge(group, outs[rank].clone(), lses[rank].clone())
+
+    out, lse = zip(*on_ranks(len(outs), of_rank), strict=True)
     return {"out": torch.stack(out).to(outs.dtype), "lse": torch.stack(lse)}
 
 
-def exchanged(release: Path, outs: torch.Tensor, lses: torch.Tensor, natural: bool) -> object:
-    """`dcp_a2a_lse_reduce` on a rank."""
+def merging(release: Path, step: SimpleNamespace) -> object:
+    """The merge over ranks of a case, `merge(group, out, lse)` of a rank's partial; by name, what newer releases are told of lengths."""
+    way = exchanged if step.configuration["comm_backend"] == "a2a" else corrected
+    function, seen = way(release)
+    known = inspect.signature(function).parameters
+    natural = step.parameters.get("lse_base", "e") == "e"
+    based = {} if natural and way is corrected else {"is_lse_base_on_e": natural}
+
+    def merge(
+        group: SimpleNamespace, out: torch.Tensor, lse: torch.Tensor, **lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        told = based | {name: value for name, value in lengths.items() if name in known}
+        if way is exchanged:
+            return function(out, lse, group, return_lse=True, **told)
+        out = function(out, lse, group, **told)
+        return out, seen["lse"].chunk(group.world_size, 1)[group.rank_in_group]
+
+    return merge
+
+
+def exchanged(release: Path) -> tuple[object, dict]:
+    """`dcp_a2a_lse_reduce`."""
 
     def all_to_all(
         output: torch.Tensor, sent: torch.Tensor, group: object, async_op: bool = False
@@ -69,18 +99,11 @@ def exchanged(release: Path, outs: torch.Tensor, lses: torch.Tensor, natural: bo
         *("_validate_dcp_empty_shard_args", "mask_dcp_empty_shards_", "dcp_a2a_lse_reduce"),
         dist=SimpleNamespace(all_to_all_single=all_to_all),
     ).dcp_a2a_lse_reduce
-
-    def of_rank(group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-        rank = group.rank_in_group
-        return merge(
-            outs[rank].clone(), lses[rank].clone(), group, return_lse=True, is_lse_base_on_e=natural
-        )
-
-    return of_rank
+    return merge, {}
 
 
-def corrected(release: Path, outs: torch.Tensor, lses: torch.Tensor, natural: bool) -> object:
-    """`cp_lse_ag_out_rs` on a rank; the merged LSE is the one that `correct_attn_out` returns to it."""
+def corrected(release: Path) -> tuple[object, dict]:
+    """`cp_lse_ag_out_rs`, and where the merged LSE is then: the one that `correct_attn_out` returns to it."""
     path, seen = file_of(release, CORRECTION), {}
     kernels = cut(path, "_correct_attn_cp_out_kernel", "kernel", "CPTritonContext")
     scope = vars(kernels) | {"_CORRECT_ATTN_CP_OUT_KERNEL": lambda *a, **k: launched(kernels.kernel, *a, **k)}
@@ -92,14 +115,7 @@ def corrected(release: Path, outs: torch.Tensor, lses: torch.Tensor, natural: bo
 
     names = ("_validate_dcp_empty_shard_args", "mask_dcp_empty_shards_", "_cp_lse_common", "cp_lse_ag_out_rs")
     merge = cut(path, *names, **vars(kernels), correct_attn_out=kept).cp_lse_ag_out_rs
-    based = {} if natural else {"is_lse_base_on_e": False}
-
-    def of_rank(group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
-        rank = group.rank_in_group
-        out = merge(outs[rank].clone(), lses[rank].clone(), group, **based)
-        return out, seen["lse"].chunk(len(outs), 1)[rank]
-
-    return of_rank
+    return merge, seen
 
 
 def launched(
@@ -119,13 +135,17 @@ def launched(
 
 
 def layout(release: Path, step: SimpleNamespace) -> dict:
-    """`get_dcp_local_seq_lens`, or the statement of the metadata builder before there was one."""
+    """Local lengths of all ranks."""
     c, lens = step.configuration, given(step, "seq_lens")
-    members = [rank % c["dcp"] for rank in range(c["tp"])]
+    return {"local_lens": torch.stack([local_lengths(release, c, lens, rank % c["dcp"]) for rank in range(c["tp"])])}
+
+
+def local_lengths(release: Path, c: dict, lens: torch.Tensor, member: int) -> torch.Tensor:
+    """`get_dcp_local_seq_lens`, or the statement of the metadata builder before there was one."""
     count = vars(cut(file_of(release, LENGTHS), "get_dcp_local_seq_lens")).get("get_dcp_local_seq_lens")
     if count is None:
-        return {"local_lens": torch.stack([by_builder(release, lens, c["dcp"], rank) for rank in members])}
-    return {"local_lens": torch.stack([count(lens, c["dcp"], rank, c["interleave"]) for rank in members])}
+        return by_builder(release, lens, c["dcp"], member)
+    return count(lens, c["dcp"], member, c["interleave"])
 
 
 def by_builder(release: Path, lens: torch.Tensor, world: int, rank: int) -> torch.Tensor:
@@ -142,3 +162,109 @@ def by_builder(release: Path, lens: torch.Tensor, world: int, rank: int) -> torc
     scope["self"] = SimpleNamespace(dcp_world_size=world, dcp_rank=rank)
     exec(compile(ast.Module(body=[statement], type_ignores=[]), str(path), "exec"), {}, scope)
     return scope["seq_lens"]
+
+
+def decode(release: Path, step: SimpleNamespace) -> dict:
+    """A decode, by the local lengths of requests."""
+    return attended(release, step, lambda lens, _, member: local_lengths(release, step.configuration, lens, member))
+
+
+def verify(release: Path, step: SimpleNamespace) -> dict:
+    """A verification, by `dcp_local_verify_row_lens`."""
+    c, counted = step.configuration, vars(cut(file_of(release, LENGTHS), "get_dcp_local_seq_lens"))
+    found = vars(cut(file_of(release, VERIFICATION), "dcp_local_verify_row_lens", **counted))
+    if not found:
+        raise NotImplementedError("this release has no lengths for several rows of a request")
+    count = found["dcp_local_verify_row_lens"]
+    return attended(release, step, lambda lens, rows, member: count(lens, rows, c["dcp"], member, c["interleave"]))
+
+
+def draft(release: Path, step: SimpleNamespace) -> dict:
+    """Blocks whose rows all see their whole request: the backend gets requests, spreads them over rows itself, and is not shown padding."""
+    return attended(release, step, None)
+
+
+def attended(release: Path, step: SimpleNamespace, count: object | None) -> dict:
+    """Query gather, the kernel over each rank's own tokens, and the merge. `count(lens, rows, member)` is what rows see of a rank; none is a draft."""
+    c = step.configuration
+    attend = latent(release, c) if c["attention"]["kind"] == "mla" else grouped(release, c)
+    # a world of one merges nothing
+    merge, requests = merging(release, step) if c["dcp"] > 1 else None, requests_of_rows(step)
+    blocks, rows = step.inputs["block_table"], int(step.inputs["query_start_loc"][-1])
+    table = dense(blocks if count is None else np.where(requests[:, None] < 0, 0, blocks[requests]))
+    starts, total = dense(step.inputs["query_start_loc"]), dense(step.inputs["seq_lens"])
+
+    def of_rank(rank: int, group: SimpleNamespace) -> tuple[torch.Tensor, torch.Tensor]:
+        member = group.rank_in_group
+        query = group.all_gather(own_query(step, rank), dim=1)
+        lens = local = local_lengths(release, c, total, member)
+        if count is not None:
+            lens = row_lengths(step, lambda lens, rows: count(lens, rows, member))
+        check_pages(c, table, lens)
+        shown = query[:rows] if count is None else query
+        out, lse = attend(shown, caches_of(step, rank), table, lens, count is not None)
+        hidden = len(query) - len(shown)
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, hidden), value=torch.nan)
+        lse = torch.nn.functional.pad(lse, (0, 0, 0, hidden), value=-torch.inf)
+        if merge is None:
+            return out, lse
+        return merge(group, out, lse, seq_lens=local, query_start_loc=starts)
+
+    return on_all_ranks(step, of_rank)
+
+
+def check_pages(c: dict, table: torch.Tensor, lens: torch.Tensor) -> None:
+    """Raises where a kernel would read beyond a row's pages: a device says illegal address, the interpreter reads what lies there."""
+    for row, length in enumerate(lens.tolist()):
+        pages = -(-length // c["block_size"])
+        read = table[row, :pages]
+        if pages > table.shape[1] or ((read < 0) | (read >= c["blocks"])).any():
+            raise IndexError(f"row {row} is told of {length} tokens of a rank, more than it has pages of: {table[row].tolist()}")
+
+
+def latent(release: Path, c: dict) -> object:
+    """The decode of `TritonMLAImpl`, on an object with what it reads."""
+    path = file_of(release, BACKEND)
+    fwd = whole(file_of(release, KERNELS), is_hip_=False).decode_attention_fwd
+    scope = vars(whole(path)) | {"envs": SimpleNamespace(VLLM_BATCH_INVARIANT=False)}
+    scope |= {"decode_attention_fwd": fwd, "is_workspace_manager_initialized": lambda: False}
+    methods = vars(cut(path, "forward_mqa", "_forward_decode", **scope))
+    method = methods.get("forward_mqa") or methods["_forward_decode"]
+    backend = SimpleNamespace(
+        kv_lora_rank=c["attention"]["kv_lora_rank"],
+        scale=c["softmax_scale"],
+        kv_cache_dtype="auto",
+        dcp_world_size=c["dcp"],
+        _sm_count=1,
+    )
+    layer = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+
+    def attend(
+        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        metadata = SimpleNamespace(
+            decode=SimpleNamespace(block_table=table, seq_lens=lens),
+            causal=causal,
+            max_seq_len=max([1, *lens.tolist()]),
+            num_decodes=len(lens),
+            num_decode_tokens=len(query),
+        )
+        return method(backend, query, caches[0][:, :, 0], metadata, layer)
+
+    return attend
+
+
+def grouped(release: Path, c: dict) -> object:
+    """The decode kernel of grouped queries as its callers set it up, with one split."""
+    fwd = whole(file_of(release, KERNELS), is_hip_=False).decode_attention_fwd
+
+    def attend(
+        query: torch.Tensor, caches: list, table: torch.Tensor, lens: torch.Tensor, causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, heads, width = *query.shape[:2], caches[1].shape[-1]
+        out, lse = query.new_zeros(rows, heads, width), query.new_zeros(rows, heads)
+        logits = torch.empty(rows, heads, 1, width + 1)
+        fwd(query, *caches, out, lse, table, lens, logits, 1, c["softmax_scale"], page_size=c["block_size"])
+        return out, lse
+
+    return attend

@@ -24,7 +24,7 @@ def given(step: SimpleNamespace, name: str) -> torch.Tensor:
 def layout(release: Path, step: SimpleNamespace) -> dict:
     """The local lengths and `generate_mtp_attention_mask_for_decode` of each rank's manager: what each row sees of each of its tokens."""
     if (release / JOINED).is_file():
-        raise SystemExit("this release takes its local lengths from vLLM and has no masks: there is nothing of its own to call")
+        raise NotImplementedError("this release takes its local lengths from vLLM and has no masks: there is nothing of its own to call")
     c, lens = step.configuration, step.inputs["seq_lens"]
     counts = np.diff(step.inputs["query_start_loc"]).astype(np.int32)
     path = next(release / name for name in MASKED if (release / name).is_file())
