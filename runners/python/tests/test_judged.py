@@ -4,11 +4,12 @@ import subprocess
 import sys
 import tempfile
 import unittest
+from pathlib import Path
 
 from tests.program import program
 from tests.skips import skip
 
-EXAMPLE = "examples/numpy_dcp.py:NumpyDcp"
+EXAMPLE = f"{Path(__file__).resolve().parents[1] / 'examples' / 'numpy_dcp.py'}:NumpyDcp"
 CONTEXT = "context/tiny-mla/tp5.dcp5.h2.s2.b8.n4.{cache}.ag_rs.lat/5+11.pad5.shuf.c40/gaussian/1395"
 
 
