@@ -81,6 +81,14 @@ pub enum EmitError {
         /// Case id.
         id: String,
     },
+    /// A property that does not ask anything of the case.
+    #[error(
+        "{LSE_UNIT} asks nothing of {id}: `shardcheck explain {LSE_UNIT}` says of what it does; without --property the script asks for the case's own step"
+    )]
+    NotAsked {
+        /// Case id.
+        id: String,
+    },
     /// Nothing to derive a bound from.
     #[error("no script can be written for {id}: {reason}")]
     NoBound {
@@ -131,7 +139,7 @@ pub struct Telling<'a> {
 /// # Errors
 /// [`EmitError`]: a family without a reference ([`FAMILIES`]), or a case that no bound can be derived for.
 pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<Script, EmitError> {
-    refuse(case)?;
+    refuse(case, telling.asked)?;
     let error = |reason: String| EmitError::NoBound { id: case.id(), reason };
     let halted = |halt: Halt| error(format!("{halt:?}"));
     let mut pass = pass_of(case, profile).map_err(error)?;
@@ -197,14 +205,19 @@ fn with_equal_logits(material: &Material, pass: &mut Pass) -> Result<Material, H
 /// Refuses what a script can't hold, with what to do instead.
 ///
 /// # Errors
-/// [`EmitError::NoReference`] and [`EmitError::Rules`].
-pub fn refuse(case: &Case) -> Result<(), EmitError> {
+/// [`EmitError::NoReference`], [`EmitError::Rules`] and [`EmitError::NotAsked`].
+pub fn refuse(case: &Case, asked: Asked) -> Result<(), EmitError> {
     let id = case.id();
     if case.family == Family::Rules {
         return Err(EmitError::Rules { id });
     }
     if !FAMILIES.contains(&case.family) {
         return Err(EmitError::NoReference { id, family: case.family });
+    }
+    if asked == Asked::EqualLogits
+        && !crate::properties::find(LSE_UNIT).is_some_and(|property| property.is_for(case))
+    {
+        return Err(EmitError::NotAsked { id });
     }
     Ok(())
 }

@@ -118,8 +118,6 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     if named.cases.len() > 1 {
         eprintln!("the first of {} failed cases: {}", named.cases.len(), case.id());
     }
-    // before anything is judged, or said of it
-    crate::emit::refuse(case).map_err(CommandError::usage)?;
     let asked = match args.property.as_slice() {
         [] => Asked::Step,
         [id] if id == LSE_UNIT => Asked::EqualLogits,
@@ -128,6 +126,8 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
             return Err(CommandError::Usage(told.to_owned()));
         }
     };
+    // before anything is judged, or said of it
+    crate::emit::refuse(case, asked).map_err(CommandError::usage)?;
     let recording = match stored(args, case)? {
         Some(recording) => recording,
         None => {

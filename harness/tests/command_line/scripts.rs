@@ -106,6 +106,36 @@ fn what_a_recorded_run_saw_is_in_the_script_without_its_engine() {
 }
 
 #[test]
+fn a_script_asks_what_lse_unit_asks_and_no_other_property() {
+    let program = Program::new();
+    let selection = ["--suite", "engine-smoke", "-E", "family(decode) & probe(gaussian) & world(>1)"];
+    let id = program.ids(&selection)[0].clone();
+    let emit = |property| ["replay", &id, "--emit-python", "unit.py", "--property", property];
+    let told = program.expect(2, &emit("decode.output")).err;
+    assert!(told.contains("--property lse.unit") && !program.path("unit.py").exists(), "{told}");
+    let other = program.ids(&["--suite", "engine-smoke", "-E", "family(layout | attend_sinks)"])[0].clone();
+    let asked = ["replay", &other, "--emit-python", "unit.py", "--property", "lse.unit"];
+    let told = program.expect(2, &asked).err;
+    assert!(told.contains("lse.unit asks nothing of"), "{told}");
+    let told = program.expect(0, &emit("lse.unit")).err;
+    assert!(told.contains("holds what cpu answers now: pass"), "{told}");
+    if !has_numpy() {
+        return;
+    }
+    for (name, argument) in [("reference", "--self"), ("seen", "--seen")] {
+        let (code, text) = run(&program.path("unit.py"), &[argument]);
+        assert!(code == Some(0) && text.contains(&format!("{name}: lse: 0 of ")), "{text}");
+        assert!(text.contains("as lse.unit asks it"), "{text}");
+    }
+    let body = "    outputs = honest()\n    outputs[\"lse\"] = outputs[\"lse\"].astype(np.float16)\n    return outputs\n";
+    let (code, text) = run(&with_engine(&program, "unit.py", body), &[]);
+    assert!(code == Some(1) && text.contains("engine: out: 0 of "), "an LSE of 16 bits is seen: {text}");
+    let raising = with_engine(&program, "unit.py", "    raise ValueError(\"no such type\")\n");
+    let (code, text) = run(&raising, &[]);
+    assert!(code == Some(1) && text.contains("no such type") && text.contains("gives no answer"), "{text}");
+}
+
+#[test]
 fn a_case_of_many_bytes_has_its_arrays_beside_the_script() {
     if !has_numpy() {
         return;
@@ -125,8 +155,7 @@ fn a_case_of_many_bytes_has_its_arrays_beside_the_script() {
 #[test]
 fn a_family_without_a_reference_is_refused_with_those_that_have_one() {
     let program = Program::new();
-    let without =
-        "not family(merge_states | merge_partials | decode | verify | draft | context | layout | rules)";
+    let without = "not family(merge_states | merge_partials | decode | verify | draft | attend_sinks | context | layout | rules)";
     let mut ids = program.ids(&["--suite", "engine-smoke", "-E", without]);
     ids.extend(program.ids(&["--suite", "gate", "-E", "family(stack) & tp(1)"]));
     let mut families = std::collections::BTreeSet::new();
