@@ -54,7 +54,7 @@ def row_lengths(step: SimpleNamespace, count: object) -> object:
 
     lens, counts = dense(step.inputs["seq_lens"]), np.diff(step.inputs["query_start_loc"]).tolist()
     seen = torch.zeros(len(step.inputs["query"]), dtype=torch.int32)
-    if len(set(counts)) == 1:
+    if len(set(counts)) == 1 and counts[0]:
         found = [count(lens, counts[0])]
     else:
         found = [count(lens[at : at + 1], rows) for at, rows in enumerate(counts) if rows]
