@@ -28,8 +28,10 @@ SWITCH = "SHARDCHECK_LOCKSTEP"
 """The environment variable that `0` keeps programs apart by."""
 
 # Operations that happen once for each program, or whose arrays are laid out by hand.
-_ALONE = ("create_atomic", "create_descriptor", "create_make_", "create_print", "create_histogram", "create_extern", "create_inline")
-_ALSO_ALONE = ("create_dot_scaled",)
+_ALONE = (
+    *("create_atomic", "create_descriptor", "create_make_", "create_print", "create_histogram", "create_extern", "create_inline"),
+    "create_dot_scaled",
+)
 
 
 class Own(TensorHandle):
@@ -245,18 +247,14 @@ def _is(value: Any, kind: type) -> bool:
 
 def _for_all(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
     """An operation of the interpreter, for values of all programs too."""
-    if name in _ALSO_ALONE or (name.startswith(_ALONE) and name != "create_make_range"):
-        shaped: Callable[..., Any] | None = _refused
-    else:
-        shaped = _SHAPED.get(name)
+    alone = name.startswith(_ALONE) and name != "create_make_range"
+    shaped = _refused if alone else _SHAPED.get(name, _element_by_element)
 
     @functools.wraps(method)
     def operation(self: Any, *arguments: Any, **named: Any) -> Any:
         if _running is None:
             return method(self, *arguments, **named)
-        if shaped is not None:
-            return shaped(functools.partial(method, self), *arguments, **named)
-        return _element_by_element(functools.partial(method, self), *arguments, **named)
+        return shaped(functools.partial(method, self), *arguments, **named)
 
     return operation
 
@@ -272,8 +270,8 @@ def _any_own(*values: Any) -> bool:
     return any(isinstance(value, Own) for value in values)
 
 
-def _where_own(change: Callable[..., tuple[np.ndarray, Any]]) -> Callable[..., Any]:
-    """An operation that changes the shape of its first argument: `change(data, …)` gives the data of all programs."""
+def _where_own(change: Callable[..., Any]) -> Callable[..., Any]:
+    """An operation that knows the axes of its arguments: `change(…)` is it where programs have values of their own among them."""
 
     def shaped(method: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         if not _any_own(*arguments):
@@ -314,10 +312,6 @@ def _splat(handle_type: Any, scalar: Any) -> Any:
     shape = tuple(handle_type.shape)
     data = scalar.data.reshape(-1, *(1,) * len(shape))
     return Own(np.ascontiguousarray(np.broadcast_to(data, (len(data), *shape))), scalar.dtype.scalar)
-
-
-def _dot(method: Callable[..., Any], a: Any, b: Any, d: Any, *rest: Any) -> Any:
-    return _element_by_element(method, a, b, d, *rest)
 
 
 def _concatenated(left: Any, right: Any) -> Any:
