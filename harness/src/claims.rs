@@ -235,26 +235,28 @@ impl ClaimsFile {
             }
         }
         for entry in &self.findings {
-            if entry.properties.is_empty()
-                || entry.reason.trim().is_empty()
-                || entry.reference.trim().is_empty()
-                || entry.at_least == 0
-            {
-                return Err(format!(
-                    "{} lacks properties, a reason or a reference, or has an at_least of 0",
-                    entry.id
-                ));
+            let lacks = |what: &str| format!("the finding {} {what}", entry.id);
+            if entry.properties.is_empty() {
+                return Err(lacks("names no properties"));
+            }
+            if entry.reason.trim().is_empty() {
+                return Err(lacks("gives no reason"));
+            }
+            if entry.reference.trim().is_empty() {
+                return Err(lacks("gives no reference: an issue, a pull request, or how it was seen"));
             }
             check_names(&entry.id, &entry.properties, entry.cases.as_ref())?;
         }
         for entry in &self.supports {
-            if entry.properties.is_empty() && entry.families.is_empty() || entry.at_least == 0 {
-                return Err(format!(
-                    "{} must name families or properties, and at_least is 1 or more",
-                    entry.id
-                ));
+            if entry.properties.is_empty() && entry.families.is_empty() {
+                return Err(format!("the claim {} names neither families nor properties", entry.id));
             }
             check_names(&entry.id, &entry.properties, entry.cases.as_ref())?;
+        }
+        let counts = self.findings.iter().map(|entry| (&entry.id, entry.at_least));
+        let counts = counts.chain(self.supports.iter().map(|entry| (&entry.id, entry.at_least)));
+        if let Some((id, _)) = counts.into_iter().find(|(_, at_least)| *at_least == 0) {
+            return Err(format!("{id} has an at_least of 0: it is 1 or more"));
         }
         Ok(())
     }

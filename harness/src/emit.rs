@@ -9,6 +9,9 @@ mod calls;
 mod npz;
 mod outputs;
 
+use std::collections::BTreeSet;
+use std::iter;
+
 use serde_json::{Value, json};
 use shardcheck_cases::{Case, Family};
 use shardcheck_engine::{Profile, Reply, Tensor, Tensors};
@@ -23,6 +26,7 @@ use crate::recording::{Answered, Recording};
 pub use calls::{Call, CallError};
 
 use arrays::Arrays;
+use calls::imported;
 use outputs::{Wanted, wanted};
 
 /// Families that a script has a reference for.
@@ -180,10 +184,11 @@ pub fn script(case: &Case, profile: &Profile, telling: &Telling<'_>) -> Result<S
     if archive.is_some() {
         data["archive"] = telling.archive_name.into();
     }
-    let text = serde_json::to_string_pretty(&data).map_err(|reason| error(reason.to_string()))?;
     let called =
         telling.call.map(|call| call.body(last.request.kind, &[TEMPLATE, PLACE].concat())).transpose();
     let (called, without_call) = called.map_or_else(|why| (None, Some(why)), |called| (called, None));
+    data["is_called"] = called.is_some().into();
+    let text = serde_json::to_string_pretty(&data).map_err(|reason| error(reason.to_string()))?;
     Ok(Script { text: filled(called.as_deref(), &text), archive, is_called: called.is_some(), without_call })
 }
 
@@ -236,7 +241,11 @@ fn filled(called: Option<&str>, data: &str) -> String {
             PLACE.trim_end(),
         ),
     };
-    let filled = TEMPLATE.replacen("@NEEDS@", needs, 1).replacen("@USE@", usage, 1);
+    let packages: BTreeSet<&str> = iter::once("numpy").chain(called.into_iter().flat_map(imported)).collect();
+    let packages = packages.into_iter().collect::<Vec<_>>().join(" ");
+    let filled = [("@NEEDS@", needs), ("@USE@", usage), ("@PACKAGES@", &packages)]
+        .into_iter()
+        .fold(TEMPLATE.to_owned(), |text, (mark, with)| text.replacen(mark, with, 1));
     let (before, behind) = filled.split_once(ENGINE_MARK).unwrap_or((&filled, ""));
     format!("{}{engine}{behind}", before.replacen(DATA_MARK, data, 1))
 }

@@ -117,7 +117,7 @@ impl Claims {
             Status::Unsupported if judged == 0 => format!("nothing was judged that could show {what}"),
             Status::Unsupported => {
                 format!(
-                    "{judged} judged cases do not show {what}, and fewer than {} settle nothing",
+                    "not decided: {judged} judged cases do not show {what}, and by its at_least it takes {} to say that it is gone",
                     entry.at_least
                 )
             }

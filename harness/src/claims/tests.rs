@@ -296,11 +296,11 @@ fn what_does_not_read_is_named() {
         ("schema_version = 2\nengine = \"cpu\"\n".to_owned(), "schema version 2"),
         (format!("{HEAD}{known}{known}"), "stands twice"),
         (format!("{HEAD}{}", finding("a", "[\"merge.outptu\"]", "")), "did you mean \"merge.output\""),
-        (format!("{HEAD}{}", finding("a", "[]", "")), "lacks properties"),
+        (format!("{HEAD}{}", finding("a", "[]", "")), "names no properties"),
         (format!("{HEAD}{}", finding("a", "[\"merge.output\"]", "cases = \"world(\"")), "world("),
         (format!("{HEAD}{}", finding("a", "[\"merge.output\"]", "ever = true")), "ever"),
         (format!("{HEAD}{}", known.replace("\"*\"", "\"<\"")), "not a range of versions"),
-        (format!("{HEAD}[[claim]]\nid = \"c\"\nversions = \"*\"\n"), "must name families or properties"),
+        (format!("{HEAD}[[claim]]\nid = \"c\"\nversions = \"*\"\n"), "names neither families nor properties"),
     ] {
         let error = ClaimsFile::parse(&text, "x.toml").unwrap_err().to_string();
         assert!(error.contains(part) && error.contains("x.toml"), "{error} should contain {part}");

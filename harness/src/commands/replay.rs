@@ -14,6 +14,8 @@ use crate::commands::run::TIMEOUT_S;
 use crate::diagnose::{Evidence, MOST_CASES, diagnose};
 use crate::emit::{Asked, Call, LSE_UNIT, Telling, script};
 use crate::engines::EngineArgs;
+use crate::event::CaseResult;
+use crate::finding::Finding;
 use crate::recording::{Recorder, Recording};
 use crate::report::block::Origin;
 use crate::run::judge_case;
@@ -121,9 +123,11 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     let asked = match args.property.as_slice() {
         [] => Asked::Step,
         [id] if id == LSE_UNIT => Asked::EqualLogits,
-        _ => {
-            let told = "a script asks for the step of a case, or by --property lse.unit for that step with queries of zeros";
-            return Err(CommandError::Usage(told.to_owned()));
+        others => {
+            return Err(CommandError::Usage(format!(
+                "no script asks for {}: without --property it asks for the step of a case, by --property {LSE_UNIT} for that step with queries of zeros",
+                others.join(", ")
+            )));
         }
     };
     // before anything is judged, or said of it
@@ -134,7 +138,7 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
             let (engine, chosen, _) = named.open(&args.engine, args.fault.as_deref(), args.timeout_s)?;
             let recorder = Recorder::new(&*engine);
             let result = judge_case(case, &recorder, &|property| asked.is_judged_by(property));
-            eprintln!("holds what {} answers now: {}", chosen.name(), result.status);
+            eprintln!("holds what {} answers now: {}{}", chosen.name(), result.status, why_not(&result));
             recorder.recording()
         }
     };
@@ -166,6 +170,18 @@ fn emit(args: &Args, file: &Path) -> Result<Exit, CommandError> {
     };
     eprintln!("wrote {}: {what_to_do}; --self tries the reference, --seen what was recorded", file.display());
     Ok(Exit::Passed)
+}
+
+/// The first reason for the status where the engine did not answer, or nothing could be decided of what it did.
+fn why_not(result: &CaseResult) -> String {
+    let mut reasons = result.checks.iter().filter(|check| check.status() == result.status);
+    let reason = reasons.find_map(|check| match &check.finding {
+        Finding::Engine { text, .. } | Finding::Unsupported(text) | Finding::Inconclusive(text) => {
+            text.lines().next()
+        }
+        _ => None,
+    });
+    reason.map_or_else(String::new, |reason| format!(": {reason}"))
 }
 
 /// The calls that are given, else those that the engine names; none where their file is not on this machine.

@@ -4,13 +4,26 @@
 @CALLS@
 
 
+# What says that the release has no answer to this case here, neither right nor wrong.
+REFUSALS = {
+    "must be a power of 2": "Triton takes widths and numbers of ranks that are powers of two",
+    "to ir type": "this Triton's interpreter knows no such type",
+    "name 'triton' is not defined": f"{sys.executable} has no triton",
+    "name 'torch' is not defined": f"{sys.executable} has no torch",
+}
+
+
 def release_folder() -> Path:
     """The folder that the command line names, else the one that the case was recorded with."""
-    named = [Path(argument) for argument in sys.argv[1:] if not argument.startswith("--")]
-    folder = named[0] if named else Path(DATA["release"])
-    if not folder.is_dir() or not DATA["release"] and not named:
-        sys.exit(f"usage: {Path(sys.argv[0]).name} FOLDER, an unpacked release of {DATA['engine']}: there is no {folder}")
-    return folder
+    folder = command_line().parse_args().folder
+    if not folder or not Path(folder).is_dir():
+        command_line().error(f"FOLDER must be an unpacked release of {DATA['engine']}: there is no {folder or 'other'}")
+    return Path(folder)
+
+
+def words_of(error: BaseException | None) -> str:
+    """What an error says, and what those before it do."""
+    return "" if error is None else f"{error}\n" + words_of(error.__cause__ or error.__context__)
 
 
 def engine(inputs: dict) -> dict:
@@ -23,4 +36,12 @@ def engine(inputs: dict) -> dict:
         parameters=DATA["operation"],
         effective=DATA["effective"],
     )
-    return @FUNCTION@(release_folder(), step)
+    release = release_folder()
+    try:
+        return @FUNCTION@(release, step)
+    except Exception as error:
+        said = words_of(error)
+        for sign, meaning in REFUSALS.items():
+            if sign in said:
+                raise NotImplementedError(meaning) from error
+        raise

@@ -86,6 +86,13 @@ impl Call {
     }
 }
 
+/// The packages that a Python text imports at its outermost level.
+pub(super) fn imported(text: &str) -> impl Iterator<Item = &str> {
+    text.lines()
+        .filter_map(|line| ["import ", "from "].into_iter().find_map(|word| line.strip_prefix(word)))
+        .filter_map(|behind| names(behind).next())
+}
+
 /// Names of the functions, classes and values that a Python text defines at its outermost level.
 fn defined(text: &str) -> BTreeSet<&str> {
     text.lines().filter_map(defines).collect()
@@ -249,6 +256,12 @@ mod tests {
         }
         let decode = call(text).body(OperationKind::Decode, "").unwrap();
         assert!(decode.contains("OTHER = \"\"\"4\nSIZE\n\"\"\"\n") && !decode.contains("helper"), "{decode}");
+    }
+
+    #[test]
+    fn what_a_text_imports_is_packages_and_what_a_function_imports_is_its_own_matter() {
+        let text = "import ast\nimport torch.distributed as dist\nfrom numpy import ones\ndef f():\n    import triton\n";
+        assert_eq!(imported(text).collect::<Vec<_>>(), ["ast", "torch", "numpy"]);
     }
 
     #[test]

@@ -2,18 +2,25 @@
 """One case of a context-parallel attention engine by itself. @NEEDS@
 
 @USE@ It ends with 0 when every element is allowed, with 1 and the worst elements when
-not. `--self` holds the plain reference against what is allowed, `--seen` what the engine answered when the
-case was recorded. shardcheck wrote this file: its command `shardcheck explain operations` says what each
-tensor holds.
+not, with 2 when the question could not be asked. `--self` holds the plain reference against what is allowed,
+`--seen` what the engine answered when the case was recorded. shardcheck wrote this file: its command
+`shardcheck explain operations` says what each tensor holds.
 """
 
 from __future__ import annotations
 
+import argparse
 import base64
+import importlib.util
 import json
 import sys
 import traceback
 from pathlib import Path
+
+MISSING = [name for name in "@PACKAGES@".split() if importlib.util.find_spec(name) is None]
+if MISSING:
+    print(f"{sys.executable} has no {', no '.join(MISSING)}, which this script needs", file=sys.stderr)
+    sys.exit(2)
 
 import numpy as np
 
@@ -238,26 +245,53 @@ def verdict(outputs: dict, whose: str) -> int:
     return 1 if wrong else 0
 
 
+def command_line() -> argparse.ArgumentParser:
+    """What the script may be told."""
+    parser = argparse.ArgumentParser(
+        description=f"One case by itself: {CASE}",
+        epilog="Ends with 0 when every element is allowed, with 1 when not, with 2 when the question could not be asked.",
+    )
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--self", action="store_true", help="hold the plain reference against what is allowed")
+    ways.add_argument("--seen", action="store_true", help="hold what the engine answered when the case was recorded")
+    if DATA["is_called"]:
+        parser.add_argument(
+            "folder",
+            metavar="FOLDER",
+            nargs="?",
+            default=DATA["release"],
+            help=f"an unpacked release of {DATA['engine']}; when not given: {DATA['release'] or 'none'}",
+        )
+    return parser
+
+
+def not_asked(reason: object) -> int:
+    """Says why the engine was not asked, after what it should have given."""
+    for name, wanted in WANTED.items():
+        for flat in range(min(8, int(np.prod(wanted["shape"])))):
+            print(line(name, flat))
+    if DATA["seen"]:
+        verdict(arrays(DATA["seen"]), "seen")
+    sys.stdout.flush()
+    print(f"not asked: {reason}", file=sys.stderr)
+    return 2
+
+
 def main() -> int:
     """Runs what the command line asks for."""
+    options = command_line().parse_args()
     print(CASE + (f", as {DATA['property']} asks it: queries are zeros" if DATA["property"] else ""))
-    if "--self" in sys.argv:
+    if options.self:
         return verdict(honest(), "reference")
-    if "--seen" in sys.argv:
+    if options.seen:
         if not DATA["seen"]:
-            print("nothing was recorded with this case")
+            print("nothing was recorded with this case", file=sys.stderr)
             return 2
         return verdict(arrays(DATA["seen"]), "seen")
     try:
         outputs = engine(inputs_of_case())
-    except NotImplementedError as missing:
-        for name, wanted in WANTED.items():
-            for flat in range(min(8, int(np.prod(wanted["shape"])))):
-                print(line(name, flat))
-        if DATA["seen"]:
-            verdict(arrays(DATA["seen"]), "seen")
-        print(missing)
-        return 2
+    except (NotImplementedError, ImportError) as reason:
+        return not_asked(reason)
     except Exception:
         traceback.print_exc()
         print("engine: gives no answer, but the error above")

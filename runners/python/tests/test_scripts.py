@@ -150,7 +150,52 @@ class MadeUpReleaseTest(ScriptTest):
         script, _ = self.emitted(STATES, "--call", self.calls())
         for arguments in ((), ("/nowhere",)):
             code, text = run(script, *arguments)
-            self.assertTrue(code == 1 and "usage: bug.py FOLDER" in text, text)
+            self.assertEqual(code, 2, text)
+            self.assertIn("FOLDER must be an unpacked release of", text)
+
+    def test_what_the_script_does_not_know_is_refused_and_help_says_what_it_knows(self) -> None:
+        script, _ = self.emitted(STATES, "--call", self.calls())
+        release = self.release("pass")
+        for arguments in (("--slef",), (release, release), ("--self", "--seen")):
+            code, text = run(script, *arguments)
+            self.assertTrue(code == 2 and "usage: bug.py" in text, text)
+        code, text = run(script, "--help")
+        self.assertEqual(code, 0, text)
+        for part in (STATES, "FOLDER", "--self", "--seen", "Ends with 0"):
+            self.assertIn(part, text)
+
+    def test_a_case_that_cannot_be_asked_ends_with_2_and_the_reason(self) -> None:
+        for error, said in (
+            ('NotImplementedError("no such merge")', "not asked: no such merge"),
+            ('ValueError("arange\'s range must be a power of 2")', "powers of two"),
+            ("ImportError(\"No module named 'vllm'\")", "No module named 'vllm'"),
+            ('NameError("name \'triton\' is not defined")', "has no triton"),
+        ):
+            with self.subTest(error):
+                body = f'    """Two states."""\n    raise {error}\n'
+                text = CALLS.replace('    """Two states."""\n', body)
+                script, _ = self.emitted(STATES, "--call", self.calls(text))
+                code, text = run(script, self.release("pass"))
+                self.assertEqual(code, 2, text)
+                self.assertIn(said, text)
+                self.assertIn("expected", text)
+                self.assertNotIn("Traceback", text)
+
+    def test_a_package_that_the_calls_import_and_python_lacks_is_named(self) -> None:
+        text = CALLS.replace("from cutting", "import a_package_that_is_not_there\nfrom cutting")
+        script, _ = self.emitted(STATES, "--call", self.calls(text))
+        code, text = run(script, self.release("pass"))
+        self.assertEqual(code, 2, text)
+        self.assertIn("has no a_package_that_is_not_there", text)
+        self.assertNotIn("Traceback", text)
+
+    def test_calls_that_need_a_gpu_say_so_where_there_is_none(self) -> None:
+        calls = str(PACKAGE / "shardcheck" / "adapters" / "flashinfer" / "call.py")
+        script, _ = self.emitted("merge_states/w2.t1.h2.d64.bf16.a2a.hi_lo/random/contiguous/1", "--call", calls)
+        code, text = run(script, self.release("pass"))
+        self.assertEqual(code, 2, text)
+        self.assertRegex(text, "has no torch, which this script needs|need a GPU|No module named")
+        self.assertNotIn("Traceback", text)
 
     def test_an_engine_that_names_its_calls_and_its_release_needs_no_option(self) -> None:
         self.calls()
@@ -431,6 +476,12 @@ class FetchedReleasesTest(ScriptTest):
             with self.subTest(f"{package} {release} {case} {merge}"):
                 code, text = run(self.script(package, release, case, merge))
                 self.assertEqual(code, 0, text)
+
+    def test_a_merge_that_the_kernels_do_not_take_is_not_asked(self) -> None:
+        case = "merge_partials/w2.t5.h1.d31.f32.a2a.hi_lo/nan_halves/contiguous/6268"
+        code, text = run(self.script("vllm", "0.24.0", case, ""))
+        self.assertEqual(code, 2, text)
+        self.assertIn("not asked: Triton takes widths", text)
 
     def test_steps_of_attention_show_what_is_wrong_in_a_release_and_pass_in_others(self) -> None:
         for package, asked, shown, right in STEPS:

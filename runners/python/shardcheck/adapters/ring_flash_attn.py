@@ -77,7 +77,7 @@ class Engine(shardcheck.Engine):
         place = Path(folder) if folder else engine_folder("ring-flash-attn", release)
         if not (place / "ring_flash_attn").is_dir():
             raise Unsupported(
-                f"no unpacked ring-flash-attn in {place}: run `python3 -m shardcheck.fetch ring-flash-attn=={release}`"
+                f"no unpacked ring-flash-attn in {place}: run `shardcheck engines fetch ring-flash-attn=={release}`"
             )
         torch.set_num_threads(1)
         manifest = read_manifest(place) or {}

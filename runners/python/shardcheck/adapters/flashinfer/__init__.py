@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from shardcheck import Configuration, Session, Unsupported
@@ -23,6 +24,7 @@ class Engine(BaseEngine):
     """An installed FlashInfer."""
 
     name = NAME
+    call_file = Path(__file__).with_name("call.py")
 
     def __init__(self, backend: str = "fa2", pages: str = "blocks", device: str = "cuda") -> None:
         for option, value, known in (("backend", backend, BACKENDS), ("pages", pages, PAGES), ("device", device, DEVICES)):
@@ -41,6 +43,7 @@ class Engine(BaseEngine):
         from shardcheck.adapters.flashinfer.declaration import OWN_STEPS, operations
 
         self.version = str(flashinfer.__version__)
+        self.release_folder = Path(flashinfer.__file__).resolve().parents[1]
         self.backend, self.pages, self.device = backend, pages, device
         self.devices = [torch.cuda.get_device_name() if device == "cuda" else device]
         self.cascade, self.mla = flashinfer.cascade, flashinfer.mla

@@ -53,7 +53,7 @@ class Engine(BaseEngine):
     def __init__(self, release: str = "", folder: str = "", **options: str) -> None:
         place = Path(folder) if folder else engine_folder("sglang", release)
         if not (place / "sglang").is_dir():
-            hint = f"run `python3 -m shardcheck.fetch sglang=={release or 'VERSION'}`, or give --folder"
+            hint = f"run `shardcheck engines fetch sglang=={release or 'VERSION'}`, or give --folder"
             raise Unsupported(f"no unpacked sglang in {place}: {hint} with an unpacked wheel")
         self.options = Options.of(options)
         manifest = read_manifest(place) or {}

@@ -84,7 +84,7 @@ class Engine(BaseEngine):
     ) -> None:
         place = Path(folder) if folder else engine_folder("vllm", release)
         if not (place / "vllm").is_dir():
-            hint = f"run `python3 -m shardcheck.fetch vllm=={release or 'VERSION'}`, or give --folder"
+            hint = f"run `shardcheck engines fetch vllm=={release or 'VERSION'}`, or give --folder"
             raise Unsupported(f"no unpacked vllm in {place}: {hint} with an unpacked wheel")
         given = {"device": device, "merge": merge, "ranks": ranks, "runner": runner, "lse": lse}
         for name, value in given.items():

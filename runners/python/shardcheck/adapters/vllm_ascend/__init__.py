@@ -47,7 +47,7 @@ class Engine(BaseEngine):
     def __init__(self, release: str = "", folder: str = "", merge: str = "") -> None:
         place = Path(folder) if folder else engine_folder(NAME, release)
         if not (place / "vllm_ascend").is_dir():
-            hint = f"run `python3 -m shardcheck.fetch {NAME}=={release or 'VERSION'}`, or give --folder"
+            hint = f"run `shardcheck engines fetch {NAME}=={release or 'VERSION'}`, or give --folder"
             raise Unsupported(f"no unpacked {NAME} in {place}: {hint} with an unpacked wheel")
         if merge not in ("", "fused", "context"):
             raise ValueError(f"--merge is {merge!r}: use one of fused, context")
