@@ -228,10 +228,7 @@ mod tests {
     fn a_file_of_calls_stands_in_the_script_without_its_heads_and_is_called_by_the_operations_name() {
         let text = "\"\"\"Calls.\"\"\"\nfrom __future__ import annotations\nfrom cutting import cut\n\ndef verify(release, step):\n    return cut({})\n";
         let body = call(text).body(OperationKind::Verify, "def other(): ...").unwrap();
-        assert!(
-            body.contains("return verify(release_folder(), step)") && body.contains("def cut("),
-            "{body}"
-        );
+        assert!(body.contains("return verify(release, step)") && body.contains("def cut("), "{body}");
         let heads = ["from __future__", "from cutting", "from stepping"];
         assert!(!body.lines().any(|line| heads.iter().any(|head| line.starts_with(head))), "{body}");
         assert!(!body.contains("@C") && !body.contains("@F"), "{body}");
