@@ -177,7 +177,8 @@ impl ClaimsFile {
     /// empty reason.
     pub fn parse(text: &str, file: &str) -> Result<Self, ClaimsError> {
         let malformed = |reason: String| ClaimsError::Malformed { file: file.to_owned(), reason };
-        let claims: Self = toml::from_str(text).map_err(|error| malformed(error.to_string()))?;
+        let claims: Self =
+            toml::from_str(text).map_err(|error| malformed(error.to_string().trim_end().to_owned()))?;
         claims.check().map_err(malformed)?;
         Ok(claims)
     }
@@ -230,8 +231,11 @@ impl ClaimsFile {
         }
         let mut ids = BTreeSet::new();
         for id in self.findings.iter().map(|e| &e.id).chain(self.supports.iter().map(|e| &e.id)) {
-            if id.trim().is_empty() || !ids.insert(id) {
-                return Err(format!("the entry name {id:?} is empty or stands twice"));
+            if id.trim().is_empty() {
+                return Err("an entry has an empty id: give it a name".to_owned());
+            }
+            if !ids.insert(id) {
+                return Err(format!("the id {id:?} stands twice: each entry has one of its own"));
             }
         }
         for entry in &self.findings {

@@ -294,7 +294,8 @@ fn what_does_not_read_is_named() {
     let known = finding("a", "[\"merge.output\"]", "");
     for (text, part) in [
         ("schema_version = 2\nengine = \"cpu\"\n".to_owned(), "schema version 2"),
-        (format!("{HEAD}{known}{known}"), "stands twice"),
+        (format!("{HEAD}{known}{known}"), "stands twice: each"),
+        (format!("{HEAD}{}", finding(" ", "[\"merge.output\"]", "")), "an empty id"),
         (format!("{HEAD}{}", finding("a", "[\"merge.outptu\"]", "")), "did you mean \"merge.output\""),
         (format!("{HEAD}{}", finding("a", "[]", "")), "names no properties"),
         (format!("{HEAD}{}", finding("a", "[\"merge.output\"]", "cases = \"world(\"")), "world("),

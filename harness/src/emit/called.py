@@ -39,6 +39,9 @@ def engine(inputs: dict) -> dict:
     release = release_folder()
     try:
         return @FUNCTION@(release, step)
+    except FileNotFoundError as error:
+        place = f"FOLDER must hold a release of {DATA['engine']}, or one that is laid out like it"
+        raise NotImplementedError(f"there is no {error.filename}: {place}") from error
     except Exception as error:
         said = words_of(error)
         for sign, meaning in REFUSALS.items():

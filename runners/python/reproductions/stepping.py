@@ -75,6 +75,8 @@ def on_all_ranks(step: SimpleNamespace, run: object) -> dict:
     import torch
 
     c, parts = step.configuration, []
+    if c["project_before_merge"]:
+        raise NotImplementedError("the calls project what is merged, never partials")
     for first in range(0, c["tp"], c["dcp"]):
         parts += on_ranks(c["dcp"], lambda group, first=first: run(first + group.rank_in_group, group))
     outs, lses = [part[0] for part in parts], [part[1].float() for part in parts]

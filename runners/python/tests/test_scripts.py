@@ -181,6 +181,15 @@ class MadeUpReleaseTest(ScriptTest):
                 self.assertIn("expected", text)
                 self.assertNotIn("Traceback", text)
 
+    def test_a_folder_that_holds_no_release_is_not_asked_and_the_file_that_it_lacks_is_named(self) -> None:
+        script, _ = self.emitted(STATES, "--call", self.calls())
+        other = self.folder / "other"
+        other.mkdir()
+        code, text = run(script, str(other))
+        self.assertEqual(code, 2, text)
+        self.assertRegex(text, r"not asked: there is no .*merges\.py: FOLDER must hold a release of .*laid out like it")
+        self.assertNotIn("Traceback", text)
+
     def test_a_package_that_the_calls_import_and_python_lacks_is_named(self) -> None:
         text = CALLS.replace("from cutting", "import a_package_that_is_not_there\nfrom cutting")
         script, _ = self.emitted(STATES, "--call", self.calls(text))
@@ -453,6 +462,21 @@ STEPS = (
     ("sglang", "verify/tiny-gqa16/tp4.dcp2.h2.s1.b8.n8.bf16.ag_rs/12+3_3+1_0+2.pad1.seq/gaussian/1", {}, ("0.5.23",)),
 )
 
+# Cases that the adapter refuses and the calls would answer all the same, by something else than the case asks for.
+PROJECTED = "decode/tiny-mla/tp3.dcp3.h1.s1.b8.n6.bf16.a2a.lo_hi.pbm/0+1_4+1_15+1.pad1.shuf/token-code/8182"
+REFUSED = (
+    ("vllm", "0.24.0", "merge_partials/w2.t5.h1.d31.f32.a2a.hi_lo/nan_halves/contiguous/6268", "Triton takes widths"),
+    ("vllm", "0.33.0", PROJECTED, "the calls project what is merged, never partials"),
+    ("vllm", "0.33.0", "draft/tiny-gqa/tp2.dcp2.h3.s4.b4.n8.bf16.a2a.lo_hi/8+1_0+0_7+2_1+2.pad1.seq/sink/8038", "only the MLA"),
+    ("vllm", "0.33.0", "draft/tiny-mla/tp2.dcp2.h1.s1.b16.n4.bf16.a2a.lo_hi/4+2_1+1.seq/gaussian/1", "the backend takes draft"),
+    ("vllm", "0.33.0", "decode/tiny-gqa/tp1.dcp1.h1.s1.b8.n4.f16.ag_rs/3+1.seq/gaussian/1", "with one query head"),
+    ("sglang", "0.5.23", PROJECTED, "the calls project what is merged, never partials"),
+    ("sglang", "0.5.23", "attend_sinks/tiny-gqa16/tp3.dcp3.h3.s1.b8.n8.bf16.a2a.hi_lo/12+1.seq/gaussian/1", "only MLA layers"),
+    ("sglang", "0.5.23", "decode/tiny-mla/tp2.dcp2.h1.s1.b8.n4.bf16.ag_rs.qrep/3+1.seq/gaussian/1", "the engine gathers"),
+    ("sglang", "0.5.23", "decode/tiny-mla/tp1.dcp1.h2.s1.b4.n8.bf16.ag_rs/3+1.seq/gaussian/1", "on one rank the kernel"),
+    ("sglang", "0.5.23", "decode/tiny-gqa/tp1.dcp1.h1.s1.b8.n4.f16.ag_rs/3+1.seq/gaussian/1", "with one query head"),
+)
+
 
 class FetchedReleasesTest(ScriptTest):
     """Each test names releases and is skipped where one isn't fetched."""
@@ -477,11 +501,11 @@ class FetchedReleasesTest(ScriptTest):
                 code, text = run(self.script(package, release, case, merge))
                 self.assertEqual(code, 0, text)
 
-    def test_a_merge_that_the_kernels_do_not_take_is_not_asked(self) -> None:
-        case = "merge_partials/w2.t5.h1.d31.f32.a2a.hi_lo/nan_halves/contiguous/6268"
-        code, text = run(self.script("vllm", "0.24.0", case, ""))
-        self.assertEqual(code, 2, text)
-        self.assertIn("not asked: Triton takes widths", text)
+    def test_what_a_release_does_not_have_is_not_asked_and_the_reason_given(self) -> None:
+        for package, release, case, reason in REFUSED:
+            with self.subTest(f"{package} {release} {case}"):
+                code, text = run(self.script(package, release, case, ""))
+                self.assertTrue(code == 2 and f"not asked: {reason}" in text and "Traceback" not in text, text)
 
     def test_steps_of_attention_show_what_is_wrong_in_a_release_and_pass_in_others(self) -> None:
         for package, asked, shown, right in STEPS:

@@ -15,6 +15,8 @@ KERNELS, DCP = "sglang/kernels/ops/attention", "sglang/srt/layers/dcp"
 BACKEND = "sglang/srt/layers/attention/triton_backend.py"
 # splits of a row at most, which a server's users set
 SPLITS = 2
+# what a latent holds, and its rotary part: those that the kernel's MLA form takes, which one rank runs
+LATENTS_OF_ONE_RANK = ((512, 64), (256, 32))
 TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "i32": torch.int32}
 
 
@@ -137,10 +139,8 @@ def attend_sinks(release: Path, step: SimpleNamespace) -> dict:
 
 def attended(release: Path, step: SimpleNamespace, count: object) -> dict:
     """`TritonAttnBackend.forward_decode` on each rank: gather, attention, merge. `count(lens, rows, member)` is what rows see of a rank."""
-    c = step.configuration
-    if c["interleave"] > 1 and c["dcp"] > 1:
-        raise NotImplementedError("the Triton backend has no interleave size")
-    way = way_of(step, "reduced")
+    c, way = step.configuration, way_of(step, "reduced")
+    refuse(c, way)
     # another mask of scores than the causal one, which no layer here has
     around = vars(whole(release / KERNELS / "score_mod.py")) | {"_is_hip": False, "_is_gfx1250": False}
     kernels = whole(release / KERNELS / "decode_attention.py", **around)
@@ -170,6 +170,23 @@ def attended(release: Path, step: SimpleNamespace, count: object) -> dict:
         return out.view(len(query), c["heads_per_rank"], -1), seen["lse"]
 
     return on_all_ranks(step, of_rank)
+
+
+def refuse(c: dict, way: str) -> None:
+    """Says what the backend has not, or what no contract allows for, rather than ask for something else instead."""
+    attention = c["attention"]
+    if c["dcp"] > 1:
+        if c["interleave"] > 1:
+            raise NotImplementedError("the Triton backend has no interleave size")
+        if c["query_replication"]:
+            raise NotImplementedError("the engine gathers queries, it has no projection that makes them on every rank")
+        if way != "reduced" and attention["kind"] != "mla":
+            raise NotImplementedError("only MLA layers merge by an all-to-all or a reduce-scatter")
+    elif attention["kind"] == "mla":
+        if (attention["kv_lora_rank"], attention["qk_rope_head_dim"]) not in LATENTS_OF_ONE_RANK:
+            raise NotImplementedError("on one rank the kernel takes latents of 512 + 64 and 256 + 32 alone")
+    if c.get("dtype") == "f16" and attention.get("kv_heads", 1) == c["heads_per_rank"] * c["dcp"]:
+        raise NotImplementedError("with one query head a KV head the kernel rounds each product to 16 bits: no contract says that")
 
 
 def backend_methods(release: Path, group: SimpleNamespace, merged: object) -> SimpleNamespace:

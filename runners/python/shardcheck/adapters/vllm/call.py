@@ -181,6 +181,10 @@ def verify(release: Path, step: SimpleNamespace) -> dict:
 
 def draft(release: Path, step: SimpleNamespace) -> dict:
     """Blocks whose rows all see their whole request: the backend gets requests, spreads them over rows itself, and is not shown padding."""
+    if step.configuration["attention"]["kind"] != "mla":
+        raise NotImplementedError("only the MLA backend takes blocks whose rows all see the same tokens")
+    if len(set(np.diff(step.inputs["query_start_loc"]).tolist())) > 1:
+        raise NotImplementedError("the backend takes draft blocks of one length for all requests")
     return attended(release, step, None)
 
 
@@ -256,6 +260,8 @@ def latent(release: Path, c: dict) -> object:
 
 def grouped(release: Path, c: dict) -> object:
     """The decode kernel of grouped queries as its callers set it up, with one split."""
+    if c.get("dtype") == "f16" and c["attention"]["kv_heads"] == c["heads_per_rank"] * c["dcp"]:
+        raise NotImplementedError("with one query head a KV head the kernel rounds products to 16 bits: no contract says that")
     fwd = whole(file_of(release, KERNELS), is_hip_=False).decode_attention_fwd
 
     def attend(
