@@ -18,14 +18,18 @@ from cutting import cut
 
 CONTEXT = "attention/context_parallel"
 MASKED = ("worker/dcp_utils.py", "worker/pcp_utils.py")
+# files of the fused exchange, what its kernels are called after, and whether they take a state of the rank's own
+FUSED = (("ops/triton/sfa_cp.py", "sfa_dcp", False), ("ops/triton/dcp/dcp_a2a.py", "dcp", True))
 
 
 def verify_mask(engine: Path, world: int, interleave: int, history: int, rows: int) -> None:
     """What each row of a verification may see of each rank, by the mask and by counting."""
     path = next(engine / name for name in MASKED if (engine / name).is_file())
     name = "generate_mtp_attention_mask_for_decode"
-    parts = cut(path, name)
-    method = vars(parts)[name]
+    method = vars(cut(path, name)).get(name)
+    if method is None:
+        print("this release has no mask of a verification")
+        return
     common = cut(engine / CONTEXT / "common_cp.py", "get_dcp_local_seq_lens")
     method.__globals__.update(vars(common))
     print(f"verification: {world} ranks, interleave size {interleave}, {rows} rows behind {history} tokens")
@@ -69,19 +73,24 @@ def two_states(engine: Path) -> None:
 
 def packed_lse(engine: Path) -> None:
     """A rank of output 1 and a tiny LSE beside an empty rank, in 16 bits: packed, sent, combined."""
-    path = engine / "ops/triton/sfa_cp.py"
-    if not path.is_file():
+    for path, what, local in FUSED:
+        if (engine / path).is_file():
+            break
+    else:
         print("this release has no fused exchange")
         return
-    kernels = cut(path, "_pack_sfa_dcp_output_lse_kernel", "_fused_sfa_dcp_lse_combine_kernel")
+    names = (f"_pack_{what}_output_lse_kernel", f"_fused_{what}_lse_combine_kernel")
+    pack, combine = (vars(cut(engine / path, *names))[name] for name in names)
     print("fused exchange in bf16, LSE of rank 0 beside an empty rank; expected output 1:")
     for value in (1.0, 2.0**-104, 2.0**-105, 0.0, -(2.0**-110)):
-        parts = [_send(kernels, 1.0, value), _send(kernels, 0.0, -float("inf"))]
+        parts = [_send(pack, 1.0, value), _send(pack, 0.0, -float("inf"))]
         # rank 0 receives part 0 of either
         received = torch.stack([sent[0] for sent in parts]).contiguous()
         out = torch.full((1, 1, 2), float("nan"), dtype=torch.bfloat16)
-        kernels._fused_sfa_dcp_lse_combine_kernel[(1,)](
-            *(received, out, *received.stride(), *out.stride(), 2, 1, 1),
+        # no state of the rank's own: any pointers
+        own = (received, received, 0, 0, 0, 0, 0) if local else ()
+        combine[(1,)](
+            *(received, out, *own, *received.stride(), *out.stride(), 2, 1, 1),
             DCP_SIZE=2,
             SCATTER_TOKENS=False,
             LSE_PACK_DIM=4,
@@ -90,12 +99,12 @@ def packed_lse(engine: Path) -> None:
         print(f"  LSE {value:g}: seen {out[0, 0].tolist()}")
 
 
-def _send(kernels: Any, value: float, lse: float) -> torch.Tensor:
+def _send(pack: Any, value: float, lse: float) -> torch.Tensor:
     """What a rank with one row and two heads sends: `[ranks, heads, rows, D + 4]`."""
     out = torch.full((1, 2, 2), value, dtype=torch.bfloat16)
     lses = torch.full((1, 2, 1), lse)
     sent = torch.zeros(2, 1, 1, 6, dtype=torch.bfloat16)
-    kernels._pack_sfa_dcp_output_lse_kernel[(1,)](
+    pack[(1,)](
         *(out, lses, sent, *out.stride(), lses.stride(0), lses.stride(1), *sent.stride(), 1, 2, 2, 2),
         SCATTER_TOKENS=False,
         LSE_PACK_DIM=4,

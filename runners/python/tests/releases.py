@@ -32,6 +32,18 @@ def outcomes(package: str, release: str, *options: str, together: bool = True) -
     return json.loads(done.stdout)
 
 
+@functools.lru_cache
+def reproduced(package: str, release: str) -> str:
+    """What `reproductions/PACKAGE.py` prints for a release."""
+    folder = Path(__file__).parent.parent
+    script = folder / "reproductions" / f"{package.replace('-', '_')}.py"
+    command = [sys.executable, "-W", "ignore", str(script), str(engine_folder(package, release))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=TIMEOUT_S[package])
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)} failed:\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
 def require(test: unittest.TestCase, package: str, release: str) -> None:
     """Skips a test, visibly, where the release or what runs it is not there."""
     for module in ("torch", "triton"):

@@ -4,7 +4,7 @@ known for."""
 import unittest
 from typing import Any
 
-from tests.releases import outcomes, require
+from tests.releases import outcomes, reproduced, require
 
 NEWEST, OLDEST = "0.5.23", "0.5.17"
 # f32 over a few dozen tokens of unit normal data, latents of 576 elements included; the harness derives its bounds
@@ -82,6 +82,22 @@ class ReleasesTest(unittest.TestCase):
                 wrong = {name for name, (_, count) in found.items() if count}
                 # its arithmetic is in f32
                 self.assertLessEqual(wrong, {"rows of the cache, sparse, beyond"})
+
+    def test_the_releases_own_functions_show_each_finding_without_the_adapter(self) -> None:
+        divided, sparse = "all empty, output 0: expected 0.0; seen nan", "rank 0: seen [8388608]"
+        for release, shown, absent in ((OLDEST, divided, sparse), (NEWEST, sparse, divided)):
+            with self.subTest(release):
+                require(self, "sglang", release)
+                text = reproduced("sglang", release)
+                for part in (
+                    shown,
+                    "one empty, output NaN: expected 1.0, 0.0; seen nan, 0.0",
+                    "one empty, output NaN: expected 1.0; seen nan",
+                    "LSE inf on rank 1: expected 1.0, 0.0; seen 0.0, inf",
+                    "head 0: expected 0.6667; seen 0.5000",
+                ):
+                    self.assertIn(part, text)
+                self.assertNotIn(absent, text)
 
     def test_sparse_indices_are_known_to_lose_their_owner_beyond_2_to_the_24(self) -> None:
         asked, wrong = self.of(NEWEST)["sweep"]["rows of the cache, sparse, beyond"]

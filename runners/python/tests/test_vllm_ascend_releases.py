@@ -3,7 +3,7 @@
 import unittest
 from typing import Any
 
-from tests.releases import outcomes, require
+from tests.releases import outcomes, reproduced, require
 
 NEWEST, MASKED, OLDEST = "0.30.0rc2", "0.26.0rc1", "0.23.0"
 # f32 over a few dozen tokens of unit normal data, and a rounding to 16 bits; the harness derives its bounds itself, this only tells right from
@@ -53,6 +53,23 @@ class ReleasesTest(unittest.TestCase):
         self.assertEqual(self.wrong_merges(self.of(MASKED)), states)
         self.assertEqual(self.wrong_merges(self.of(OLDEST)), states | ranks)
         self.assertEqual(self.wrong_merges(self.of(MASKED, "merge=context")), states | ranks)
+
+    def test_the_releases_own_functions_show_each_finding_without_the_adapter(self) -> None:
+        sparse = "rank 0: seen [8388608]"
+        lost = "LSE 2.46519e-32: seen [0.0, 0.0]"
+        mask, interleaved = "must see [], sees [2]   <-- wrong", "sees [0, 1, 2, 3, 8, 9]   <-- wrong"
+        for release, shown, absent in (
+            (OLDEST, (mask, interleaved, sparse, "no fused exchange"), (lost,)),
+            (MASKED, (mask, lost, sparse), (interleaved,)),
+            (NEWEST, ("no mask of a verification", lost, sparse), (mask, interleaved)),
+        ):
+            with self.subTest(release):
+                require(self, "vllm-ascend", release)
+                text = reproduced("vllm-ascend", release)
+                for part in (*shown, "empty, output NaN: expected 1.0, 0.0; seen nan, 0.0"):
+                    self.assertIn(part, text)
+                for part in absent:
+                    self.assertNotIn(part, text)
 
     def test_integers_are_right_for_all_group_and_interleave_sizes_but_far_sparse_indices(self) -> None:
         for release in (OLDEST, MASKED):
