@@ -69,6 +69,12 @@ def own_query(step: SimpleNamespace, rank: int) -> object:
     return dense(step.inputs["query"][:, rank * heads : (rank + 1) * heads])
 
 
+def refuse_rounded_products(c: dict) -> None:
+    """Refuses f16 with one query head a KV head: decode kernels multiply element by element there and round each product to 16 bits."""
+    if c.get("dtype") == "f16" and c["attention"].get("kv_heads", 1) == c["heads_per_rank"] * c["dcp"]:
+        raise NotImplementedError("with one query head a KV head the kernel rounds each product to 16 bits: no contract says that")
+
+
 def on_all_ranks(step: SimpleNamespace, run: object) -> dict:
     """Outputs and LSEs of a step of which `run(rank, group)` gives a rank's, `[T, H, D]` and `[T, H]`: padding without tokens where no merge makes it
     so, outputs behind the up-projection of the rank's heads where there is one (f32, rounded to the output's type)."""

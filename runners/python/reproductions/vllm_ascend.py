@@ -73,12 +73,11 @@ def two_states(engine: Path) -> None:
 
 def packed_lse(engine: Path) -> None:
     """A rank of output 1 and a tiny LSE beside an empty rank, in 16 bits: packed, sent, combined."""
-    for path, what, local in FUSED:
-        if (engine / path).is_file():
-            break
-    else:
+    found = [fused for fused in FUSED if (engine / fused[0]).is_file()]
+    if not found:
         print("this release has no fused exchange")
         return
+    path, what, local = found[0]
     names = (f"_pack_{what}_output_lse_kernel", f"_fused_{what}_lse_combine_kernel")
     pack, combine = (vars(cut(engine / path, *names))[name] for name in names)
     print("fused exchange in bf16, LSE of rank 0 beside an empty rank; expected output 1:")

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from cutting import cut, on_ranks, stand_in, whole
-from stepping import caches_of, dense, on_all_ranks, own_query, requests_of_rows, row_lengths
+from stepping import caches_of, dense, on_all_ranks, own_query, refuse_rounded_products, requests_of_rows, row_lengths
 
 KERNELS, DCP = "sglang/kernels/ops/attention", "sglang/srt/layers/dcp"
 BACKEND = "sglang/srt/layers/attention/triton_backend.py"
@@ -185,8 +185,7 @@ def refuse(c: dict, way: str) -> None:
     elif attention["kind"] == "mla":
         if (attention["kv_lora_rank"], attention["qk_rope_head_dim"]) not in LATENTS_OF_ONE_RANK:
             raise NotImplementedError("on one rank the kernel takes latents of 512 + 64 and 256 + 32 alone")
-    if c.get("dtype") == "f16" and attention.get("kv_heads", 1) == c["heads_per_rank"] * c["dcp"]:
-        raise NotImplementedError("with one query head a KV head the kernel rounds each product to 16 bits: no contract says that")
+    refuse_rounded_products(c)
 
 
 def backend_methods(release: Path, group: SimpleNamespace, merged: object) -> SimpleNamespace:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 from cutting import cut, on_ranks, whole
-from stepping import caches_of, dense, on_all_ranks, own_query, requests_of_rows, row_lengths
+from stepping import caches_of, dense, on_all_ranks, own_query, refuse_rounded_products, requests_of_rows, row_lengths
 
 # Where releases keep their code, newest place first.
 CORRECTION = ("v1/attention/ops/dcp.py", "v1/attention/ops/common.py", "attention/ops/common.py")
@@ -260,8 +260,7 @@ def latent(release: Path, c: dict) -> object:
 
 def grouped(release: Path, c: dict) -> object:
     """The decode kernel of grouped queries as its callers set it up, with one split."""
-    if c.get("dtype") == "f16" and c["attention"]["kv_heads"] == c["heads_per_rank"] * c["dcp"]:
-        raise NotImplementedError("with one query head a KV head the kernel rounds products to 16 bits: no contract says that")
+    refuse_rounded_products(c)
     fwd = whole(file_of(release, KERNELS), is_hip_=False).decode_attention_fwd
 
     def attend(
